@@ -1,0 +1,69 @@
+"""Running forecasters over windows: the network and the yardsticks alike.
+
+A forecaster is any callable from a batch of windows to forecasts (B, H, C).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zoo.data.forecasting.module import ForecastingData
+from zoo.data.forecasting.windows import WindowBatch, Windows
+from zoo.domains.forecasting.baselines import Baseline, Naive, Ridge, SeasonalNaive
+from zoo.domains.forecasting.metrics import window_sums
+
+Forecaster = Callable[[WindowBatch], Tensor]
+
+_WINDOWS = 256  # per batch
+
+
+def batches(windows: Windows, most: int | None = None) -> Iterator[WindowBatch]:
+    """All windows in order, or ``most`` of them evenly spaced."""
+    chosen = np.arange(len(windows))
+    if most is not None and len(chosen) > most:
+        chosen = np.unique(np.linspace(0, len(chosen) - 1, most).round().astype(int))
+    for chunk in np.array_split(chosen, -(-len(chosen) // _WINDOWS)):
+        yield windows.__getitems__(chunk.tolist())
+
+
+def test_sums(forecaster: Forecaster, windows: Windows) -> dict[str, Tensor]:
+    """Error sums of each window, see :func:`~zoo.domains.forecasting.metrics.window_sums`."""
+    parts = [window_sums(forecaster(batch), batch.future, batch.scored) for batch in batches(windows)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def fitted_baselines(data: ForecastingData) -> list[Baseline]:
+    """The yardsticks, fitted on the training windows; seasonal_naive where the lookback holds a cycle."""
+    spec, windows = data.spec, data.dataset("train")
+    chosen: list[Baseline] = [Naive()]
+    if 1 < spec.cycle <= spec.lookback:
+        chosen.append(SeasonalNaive(spec.cycle))
+    chosen.append(Ridge(data.ridge_center))
+    starts = torch.from_numpy(windows.starts())
+    sizes = (windows.lookback, windows.horizon)
+    return [
+        baseline.fit(windows.values, starts, *sizes, observed=windows.observed, known=windows.known)
+        for baseline in chosen
+    ]
+
+
+def baseline_forecaster(baseline: Baseline) -> Forecaster:
+    """A yardstick as a forecaster."""
+    return lambda batch: baseline(batch.past, batch.known)
+
+
+def network_forecaster(task: torch.nn.Module) -> Forecaster:
+    """A trained task as a forecaster: evaluation mode, no gradients, answers on the CPU."""
+    task.eval()
+    device = next(task.parameters()).device
+
+    @torch.no_grad()
+    def forecast(batch: WindowBatch) -> Tensor:
+        y: Tensor = task(batch.to(device)).y
+        return y.cpu()
+
+    return forecast
