@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 Split = Literal["train", "val", "test", "predict"]
 
 
-def epoch_order(length: int, seed: int, epoch: int) -> torch.Tensor:
+def epoch_order(length: int, seed: int | str, epoch: int) -> torch.Tensor:
     """The order in which ``length`` samples are served: a function of seed and epoch alone."""
     digest = hashlib.sha256(f"order/{seed}/{epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -112,6 +113,10 @@ class ZooDataModule(pl.LightningDataModule):
         """``name``, ``file`` and ``sha256`` of everything that was served."""
         raise NotImplementedError
 
+    def notices(self) -> list[str]:
+        """What to tell a user about the data before training on them, one line each; valid after setup."""
+        return []
+
     def facts(self) -> dict[str, Any]:
         """The spec as plain data."""
         return asdict(self.spec)
@@ -136,7 +141,9 @@ class ZooDataModule(pl.LightningDataModule):
         dataset = self.dataset(split)
         if not isinstance(dataset, Sized):
             raise TypeError(f"the {split} dataset must have a length")
-        length, seed, trainer = len(dataset), self.seed, self.trainer
+        length, trainer = len(dataset), self.trainer
+        # The run's own seed counts too, so that runs with several seeds differ in their order of samples.
+        seed = f"{self.seed}/{os.environ.get('PL_GLOBAL_SEED', '0')}"
 
         def order(epoch: int) -> torch.Tensor:
             return epoch_order(length, seed, epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
-from pytorch_lightning import Callback, LightningDataModule, Trainer
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 from pytorch_lightning.loggers import Logger
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from zoo.callbacks import EpochLine, LogFile, RoutingReport
 from zoo.errors import UserError
@@ -83,7 +84,9 @@ class ZooCLI(LightningCLI):
         """Only the stage at hand, so that the parsers of the others need not be built."""
         return {self.stage: LightningCLI.subcommands()[self.stage]}
 
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+    def _prepare_subcommand_parser(
+        self, klass: type, subcommand: str, **kwargs: Any
+    ) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         # Checkpoints hold tensors and plain values only; nothing else in one is ever unpickled.
         parser.set_defaults({"weights_only": True})
@@ -96,24 +99,28 @@ class ZooCLI(LightningCLI):
         parser.add_argument(
             "--rows", type=Literal["model", "twin", "all"] | None, help="Which rows of the table are trained."
         )
-        parser.add_argument("--seeds", type=PositiveInt, default=1, help="How many seeds each row is trained with.")
+        parser.add_argument(
+            "--seeds", type=PositiveInt, default=1, help="How many seeds each row is trained with."
+        )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.add_lightning_class_args(EarlyStopping, "early_stopping")
-        monitor, mode = self._model_class.monitor, self._model_class.monitor_mode
+        task: Any = self._model_class
         parser.set_defaults(
             {
-                "checkpoint.monitor": monitor,
-                "checkpoint.mode": mode,
+                "checkpoint.monitor": task.monitor,
+                "checkpoint.mode": task.monitor_mode,
                 "checkpoint.filename": "best",
                 "checkpoint.enable_version_counter": False,
-                "early_stopping.monitor": monitor,
-                "early_stopping.mode": mode,
-                "early_stopping.patience": getattr(self._model_class, "patience", 5),
+                "early_stopping.monitor": task.monitor,
+                "early_stopping.mode": task.monitor_mode,
+                "early_stopping.patience": getattr(task, "patience", 5),
             }
         )
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+    def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse, or print the page of settings with the values they have under these words."""
+        for known in (parser, *self._subcommand_parsers.values()):
+            known.words = args
         super().parse_arguments(parser, args)
         if self.help:
             print(self._page())
@@ -125,7 +132,7 @@ class ZooCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Build task, data module and callbacks, and leave the trainer for later."""
         with told_in_one_line():
-            self.config_init = self.parser.instantiate_classes(self.config)
+            self.config_init = self.parser.instantiate(self.config)
         self.datamodule = self._get(self.config_init, "data")
         self.model = self._get(self.config_init, "model")
 
@@ -158,10 +165,13 @@ class ZooCLI(LightningCLI):
         if settings.enable_checkpointing is not False:
             callbacks.append(self._get(self.config_init, "checkpoint"))
             # Lightning's save_last writes only when the best improves; a run must resume from its last epoch.
-            callbacks.append(ModelCheckpoint(filename="last", save_on_train_epoch_end=True, enable_version_counter=False))
+            last = ModelCheckpoint(
+                filename="last", save_on_train_epoch_end=True, enable_version_counter=False
+            )
+            callbacks.append(last)
         if not any(isinstance(callback, EarlyStopping) for callback in callbacks):
             callbacks.append(self._get(self.config_init, "early_stopping"))
-        return callbacks + [Timer(), EpochLine(), LogFile(), RoutingReport()] if training else callbacks
+        return [*callbacks, Timer(), EpochLine(), LogFile(), RoutingReport()] if training else callbacks
 
     def _loggers(self, folder: Path, training: bool) -> list[Logger] | bool:
         given = self._get(self.config_init, "trainer").logger
@@ -181,13 +191,13 @@ class ZooCLI(LightningCLI):
         return self.model
 
     @property
-    def data(self) -> LightningDataModule:
-        """The data module."""
+    def data(self) -> Any:
+        """The data module, typed loosely because domains differ."""
         return self.datamodule
 
     def dump(self) -> str:
         """The whole configuration as YAML, enough to run the command again."""
-        text: str = self._parser(self.stage).dump(self.settings, skip_none=False)
+        text: str = self._parser(self.stage).dump(self.settings, skip_unset=False)
         return text
 
     def _page(self) -> str:
@@ -209,12 +219,18 @@ def _listed(value: Any) -> list[Any]:
 
 def _entry(action: argparse.Action, value: Any) -> list[str]:
     kind = str(getattr(action, "_typehint", None) or action.type or "")
-    kind = re.sub(r"(?:\w+\.)+(\w+)", r"\1", re.sub(r"<class '(.+?)'>", r"\1", kind)).replace("NoneType", "null")
+    kind = re.sub(r"(?:\w+\.)+(\w+)", r"\1", re.sub(r"<class '(.+?)'>", r"\1", kind)).replace(
+        "NoneType", "null"
+    )
     if len(kind) > 80:
         kind = f"{kind[:77]}..."
-    shown = "null" if value is None else str(value)
+    shown = value if isinstance(value, str) else json.dumps(value, default=str)
     if action.nargs == 0 or (kind == "" and not isinstance(value, (int, float, str))):
         return []
-    text = "" if action.help in (None, argparse.SUPPRESS) else re.split(r"(?<=\.)\s", str(action.help), maxsplit=1)[0]
+    text = (
+        ""
+        if action.help in (None, argparse.SUPPRESS)
+        else re.split(r"(?<=\.)\s", str(action.help), maxsplit=1)[0]
+    )
     text = " ".join(text.split())
     return [f"  {action.dest}={shown}  ({kind})", *([f"      {text}"] if text else [])]

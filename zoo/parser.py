@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +41,8 @@ class ZooParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.words: list[str] = []
+        """The argument list at hand, in which the place of a mistake is looked up."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message as a :class:`UserError`.
@@ -69,10 +70,12 @@ def explain(message: str, parser: ZooParser) -> str:
     """Turn jsonargparse's text into one line that says what was expected, what came and what to type."""
     if found := re.match(r"unrecognized arguments: (?:--)?([^\s=]+)(?:=(\S*))?", message):
         return _unknown_key(found[1].removesuffix("+"), found[2], parser)
-    if found := re.match(r"(?:Subcommand|Group|Option) .*?(?:option )?'([\w.]+)'(?: is not accepted.*)?$", message):
+    if found := re.match(
+        r"(?:Subcommand|Group|Option) .*?(?:option )?'([\w.]+)'(?: is not accepted.*)?$", message
+    ):
         return _unknown_key(found[1], None, parser)
     key = found[1] if (found := re.match(r'Parser key "([\w.]+)":', message)) else ""
-    where = f"{key}{_origin(key)}: " if key else ""
+    where = f"{key}{_origin(key, parser.words)}: " if key else ""
     if found := re.search(r"Importing '([\w.]+)' is not allowed", message):
         package = found[1].partition(".")[0]
         return f"{where}classes of {package!r} may not be named here; if you trust that package, add allow={package}"
@@ -95,14 +98,17 @@ def _unknown_key(key: str, value: str | None, parser: ZooParser) -> str:
     near = near or difflib.get_close_matches(key, [*known, *SPECIAL], n=1, cutoff=0.7)
     assigned = "" if value is None else f"={value}"
     hint = f" Did you mean {' or '.join(f'{name}{assigned}' for name in near[:2])}?" if near else ""
-    return f"unknown key {key!r}{_origin(key)}.{hint}"
+    return f"unknown key {key!r}{_origin(key, parser.words)}.{hint}"
 
 
-def _origin(key: str) -> str:
-    """Say which configuration file of the command line gave the key, if it was a file."""
-    for argument in reversed(sys.argv[1:]):
-        name = argument.removeprefix("--config=")
-        if argument.startswith((f"{key}=", f"{key}+=", f"--{key}=")) or not Path(name).is_file():
+def _origin(key: str, words: list[str]) -> str:
+    """Say which configuration file gave the key, if it was a file."""
+    for word in reversed(words):
+        name = word.removeprefix("--config=")
+        if word.startswith((f"--{key}=", f"--{key}+=")):
+            return ""
+        # A saved configuration comes as text of many lines, not by name.
+        if name == word or "\n" in name or not Path(name).is_file():
             continue
         content: Any = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
         for part in key.split("."):

@@ -11,6 +11,7 @@ import fnmatch
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -185,7 +186,9 @@ def create_model(name: str, **overrides: Any) -> nn.Module:
 
     entry = get_entry(name)
     task_class = resolve(get_domain(entry.domain).task)
-    facts = {field.name for field in fields(task_class.example_spec())}
+    facts = {field.name for field in fields(task_class.spec_type)} | set(
+        signature(task_class.example_spec).parameters
+    )
     spec = task_class.example_spec(**{key: value for key, value in overrides.items() if key in facts})
     settings = {key: value for key, value in overrides.items() if key not in facts}
 
@@ -193,7 +196,9 @@ def create_model(name: str, **overrides: Any) -> nn.Module:
     keys = parser.add_class_arguments(task_class, "model")
     for key in settings:
         if f"model.{key}" not in keys and key not in keys:
-            raise unknown(f"override of {name}", key, sorted(facts | {key.removeprefix("model.") for key in keys}))
+            raise unknown(
+                f"override of {name}", key, sorted(facts | {key.removeprefix("model.") for key in keys})
+            )
     try:
         config = parser.parse_object({"model": _model_section(entry) | {"network": entry.network} | settings})
         task = parser.instantiate(config).model

@@ -14,13 +14,13 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.imports import RequirementCache
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
 
 from zoo.environment import hardware, versions
@@ -117,14 +117,16 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except (RuntimeError, EOFError, ValueError, KeyError, OSError, pickle.UnpicklingError):
         raise UserError(f"{path}: damaged, or no checkpoint of the zoo") from None
     if not isinstance(content, dict) or "state_dict" not in content or "spec" not in content:
-        raise UserError(f"{path}: not a checkpoint of the zoo; it holds no weights with the facts of their data")
+        raise UserError(
+            f"{path}: not a checkpoint of the zoo; it holds no weights with the facts of their data"
+        )
     return content
 
 
 def run_loggers(folder: Path, tensorboard: bool) -> list[Logger]:
     """The loggers of a run folder: ``metrics.csv``, and TensorBoard's files where it is installed."""
     loggers: list[Logger] = [MetricsFile(folder)]
-    if tensorboard and (RequirementCache("tensorboard") or RequirementCache("tensorboardX")):
+    if tensorboard and find_spec("tensorboard"):
         loggers.append(TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False))
     return loggers
 

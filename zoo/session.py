@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
 import yaml
 from pytorch_lightning import Trainer, seed_everything
 from pytorch_lightning.callbacks import Timer
 
-from zoo.cli import ZooCLI, told_in_one_line
+from zoo.cli import ZooCLI
 from zoo.environment import hardware, versions
 from zoo.errors import UserError
 from zoo.files import write_text
 from zoo.parser import allow_classes
 from zoo.report import show, write_results
 from zoo.results import Results, Row, combine
+from zoo.resume import refuse_other_shapes, shapes
 from zoo.runs import is_first_process, load_checkpoint, new_folder, opened, write_environment
 from zoo.words import Words
 
@@ -119,62 +119,22 @@ def _plan(cli: ZooCLI, folder: Path) -> list[_Job]:
 def _seed(cli: ZooCLI) -> int:
     seed = cli.settings.seed_everything
     if isinstance(seed, bool):
-        raise UserError(f"seed_everything={str(seed).lower()}: give a number, so that the run can be repeated")
+        raise UserError(
+            f"seed_everything={str(seed).lower()}: give a number, so that the run can be repeated"
+        )
     return int(seed)
 
 
 def _rehearse(cli: ZooCLI) -> None:
-    """Read the data and build the network without memory, so that what cannot work is refused before a start."""
+    """Read the data and build the network without memory, so that what cannot work is refused before a start.
+
+    What a user should know about the data is told here.
+    """
     cli.data.prepare_data()
     cli.data.setup("fit")
-    _shapes(cli.task, cli.data.spec)
-
-
-def _shapes(task: Any, spec: Any) -> dict[str, tuple[int, ...]]:
-    with told_in_one_line(), torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in task.build_network(spec).state_dict().items()}
-
-
-def refuse_other_shapes(cli: ZooCLI, run: Path, checkpoint: Path) -> None:
-    """Refuse a setting of the model that changes the shapes of a network that is there already.
-
-    Args:
-        cli: The command line with the settings of now.
-        run: The run folder, whose ``config.yaml`` has the settings of then.
-        checkpoint: The checkpoint whose facts about the data the network was built for.
-
-    Raises:
-        UserError: A key of ``model`` does so; the message names it. Or the checkpoint is damaged.
-    """
-    spec = cli.task.spec_type(**load_checkpoint(checkpoint)["spec"])
-    now = _flat(cli.settings.model.as_dict())
-    then = _flat(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")).get("model") or {})
-    changed = [key for key, value in now.items() if key in then and then[key] != value]
-
-    def built(keys: list[str]) -> dict[str, tuple[int, ...]]:
-        old = [f"--config={_nested(key, then[key])}" for key in changed if key not in keys]
-        return _shapes(ZooCLI(cli.domain, cli.stage, [f"--config={cli.dump()}", *old]).task, spec)
-
-    for key in changed:
-        if built([key]) != built([]):
-            raise UserError(
-                f"model.{key}={now[key]} changes the shapes of the network in {run} (saved {then[key]}): "
-                "start a new run or drop the word"
-            )
-
-
-def _nested(key: str, value: object) -> str:
-    """The YAML text that sets one key of the model."""
-    for part in reversed(f"model.{key}".split(".")):
-        value = {part: value}
-    return yaml.safe_dump(value)
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+    shapes(cli.task, cli.data.spec)
+    for line in cli.data.notices():
+        _tell(line)
 
 
 def _fit(cli: ZooCLI, trainer: Trainer, job: _Job, checkpoint: Path | None) -> None:
@@ -187,7 +147,9 @@ def _fit(cli: ZooCLI, trainer: Trainer, job: _Job, checkpoint: Path | None) -> N
     seed_everything(job.seed, workers=True, verbose=False)
     _tell(f"training {job.network}, seed {job.seed}")
     with _loading(checkpoint):
-        trainer.fit(cli.task, datamodule=cli.data, ckpt_path=checkpoint, weights_only=cli.settings.weights_only)
+        trainer.fit(
+            cli.task, datamodule=cli.data, ckpt_path=checkpoint, weights_only=cli.settings.weights_only
+        )
 
 
 def _test(cli: ZooCLI, trainer: Trainer, job: _Job, stored: Row | None = None) -> Row:
@@ -197,7 +159,8 @@ def _test(cli: ZooCLI, trainer: Trainer, job: _Job, stored: Row | None = None) -
     row = _own_row(cli, job.seed)
     if stored:
         return replace(row, seconds=stored.seconds)
-    row = replace(row, seconds=next(item for item in trainer.callbacks if isinstance(item, Timer)).time_elapsed("train"))
+    timer = next(item for item in trainer.callbacks if isinstance(item, Timer))  # type: ignore[attr-defined]
+    row = replace(row, seconds=timer.time_elapsed("train"))
     if is_first_process():
         write_text(job.row_file, json.dumps(asdict(row), indent=2) + "\n")
     return row
@@ -277,11 +240,13 @@ def _measure(cli: ZooCLI, words: Words, given: list[str]) -> None:
     trainer = cli.build_trainer(words.run or Path(), training=False)
     measure = trainer.validate if cli.stage == "validate" else trainer.test
     with _loading(path):
-        metrics = measure(cli.task, datamodule=cli.data, ckpt_path=str(path), weights_only=True, verbose=False)
+        metrics = measure(
+            cli.task, datamodule=cli.data, ckpt_path=str(path), weights_only=True, verbose=False
+        )
     if not is_first_process():
         return
     if cli.stage == "test":
-        command = " ".join(["python -m zoo.train", *given])
+        command = shlex.join(["python", "-m", "zoo.train", *given])
         show(_results(cli, [_own_row(cli, _seed(cli)), *cli.task.baselines(cli.data)], command))
     else:
         for name, value in sorted(metrics[0].items()):
@@ -329,12 +294,19 @@ def _quieten() -> None:
     zoo.setLevel(logging.INFO)
     zoo.propagate = False
     for name in ("pytorch_lightning", "lightning_fabric", "lightning"):
-        for handler in logging.getLogger(name).handlers:
-            handler.setLevel(logging.WARNING)
+        for shown in logging.getLogger(name).handlers:
+            shown.setLevel(logging.WARNING)
         if not logging.getLogger(name).handlers:
             logging.getLogger(name).setLevel(logging.WARNING)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
 
 
-_NOISE = (".*does not have many workers.*", "Checkpoint directory .* exists and is not empty", ".*LeafSpec.*", "Be aware that when using `ckpt_path`")
+_NOISE = (
+    ".*does not have many workers.*",
+    "Checkpoint directory .* exists and is not empty",
+    ".*LeafSpec.*",
+    "Be aware that when using `ckpt_path`",
+    "The dirpath has changed",
+    ".*all_gather is deprecated",
+)

@@ -83,8 +83,16 @@ class ZooTask(pl.LightningModule):
         super().__init__()
         for name, value, low in (("lr", lr, 0.0), ("weight_decay", weight_decay, 0.0), ("clip", clip, 0.0)):
             if not value >= low or (name == "lr" and value == 0):
-                raise ValueError(f"model.{name}={value} must be {'above' if name == 'lr' else 'at least'} {low:g}")
-        self.network, self.lr, self.weight_decay, self.schedule, self.clip = network, lr, weight_decay, schedule, clip
+                raise ValueError(
+                    f"model.{name}={value} must be {'above' if name == 'lr' else 'at least'} {low:g}"
+                )
+        self.network, self.lr, self.weight_decay, self.schedule, self.clip = (
+            network,
+            lr,
+            weight_decay,
+            schedule,
+            clip,
+        )
         self.balance, self.z = balance, z
         self.net = None
         self.spec: Any = None
@@ -93,7 +101,7 @@ class ZooTask(pl.LightningModule):
         self._gathered: list[dict[str, Tensor]] = []
         self._routing: dict[str, RouterStats] = {}
 
-    # -- what a domain fills in ---------------------------------------------------------------------------------
+    # -- what a domain fills in
 
     def build_network(self, spec: Any) -> nn.Module:
         """The network for data with these facts."""
@@ -116,7 +124,7 @@ class ZooTask(pl.LightningModule):
         return []
 
     def setting(self) -> dict[str, object]:
-        """What a score depends on beside data and protocol: sizes, horizon, …"""
+        """What a score depends on beside data and protocol, such as lookback and horizon."""
         return {}
 
     def kind(self) -> Literal["model", "twin", "baseline", "ablation"]:
@@ -130,7 +138,7 @@ class ZooTask(pl.LightningModule):
         """Pictures of the test split for people; returns the files written."""
         return []
 
-    # -- building and checkpoints -------------------------------------------------------------------------------
+    # -- building and checkpoints
 
     def build(self, spec: Any) -> None:
         """Build the network for ``spec``, with initial weights that depend on the global seed alone."""
@@ -146,13 +154,17 @@ class ZooTask(pl.LightningModule):
         Raises:
             UserError: the weights are not exactly those of the network that the checkpoint describes.
         """
-        settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if key != "_instantiator"}
+        settings = {
+            key: value for key, value in checkpoint["hyper_parameters"].items() if key != "_instantiator"
+        }
         task = cls(**settings)
         task.on_load_checkpoint(checkpoint)
         try:
             task.load_state_dict(checkpoint["state_dict"], strict=True)
         except RuntimeError as error:
-            raise UserError(f"the checkpoint does not fit its network: {' '.join(str(error).split())}") from error
+            raise UserError(
+                f"the checkpoint does not fit its network: {' '.join(str(error).split())}"
+            ) from error
         return task.eval()
 
     def configure_model(self) -> None:
@@ -176,7 +188,9 @@ class ZooTask(pl.LightningModule):
             UserError: the file is no checkpoint of this task, or the data differ and cannot be made to fit.
         """
         if "spec" not in checkpoint:
-            raise UserError(f"this checkpoint holds no data facts: it was not written by {type(self).__name__}")
+            raise UserError(
+                f"this checkpoint holds no data facts: it was not written by {type(self).__name__}"
+            )
         spec = self.spec_type(**checkpoint["spec"])
         if self.net is None:
             self.build(spec)
@@ -184,7 +198,7 @@ class ZooTask(pl.LightningModule):
             self.datamodule.conform(spec)
             self.spec = spec
 
-    # -- training -----------------------------------------------------------------------------------------------
+    # -- training
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Reseed, so that a step draws the same numbers whether or not the run was interrupted."""
@@ -215,7 +229,10 @@ class ZooTask(pl.LightningModule):
         """AdamW, weight decay on matrices only, and the chosen schedule."""
         matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
         others = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.lr)
         if self.schedule == "constant":
             return optimizer
@@ -231,7 +248,7 @@ class ZooTask(pl.LightningModule):
         if self.clip:
             nn.utils.clip_grad_norm_(self.parameters(), self.clip)
 
-    # -- evaluation ---------------------------------------------------------------------------------------------
+    # -- evaluation
 
     def record_routing(self, outputs: Iterable[MoEOutput], tag: str = "") -> None:
         """Add a batch's routing to the statistics of this evaluation.
@@ -258,7 +275,7 @@ class ZooTask(pl.LightningModule):
     def _finish_evaluation(self) -> tuple[dict[str, float], int]:
         merged = {name: torch.cat([part[name] for part in self._gathered]) for name in self._gathered[0]}
         if self.trainer.world_size > 1:
-            merged = {name: self.all_gather(value).flatten(0, 1) for name, value in merged.items()}
+            merged = {name: torch.cat(list(self.all_gather(value))) for name, value in merged.items()}
         # Ranks that ran out of samples repeated some: keep each once, in order.
         index = merged["index"].cpu()
         order = torch.argsort(index, stable=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from zoo.errors import UserError
@@ -18,15 +19,17 @@ USAGE = (
     "                    [rows=model|twin|all] [seeds=N] [allow=PACKAGE] key=value … [--flags]"
 )
 
-EXAMPLES = """\
-Examples:
-  python -m zoo.train domain={name}                       train the model, test it, print the table
-  python -m zoo.train domain={name} trainer.max_epochs=3  any setting, typed and checked
-  python -m zoo.train domain={name} --help                its settings; --help_all for every one
-  python -m zoo.train domain={name} rows=all seeds=3      with the dense twin and baselines, over three seeds
-  python -m zoo.train run=DIR trainer.max_epochs=20       continue a run, or finish an interrupted one
-  python -m zoo.train test run=DIR                        test the best checkpoint of a run
-  python -m zoo.train predict run=DIR input=FILE          predict a file of your own"""
+_FAMILY = 5  # names with one beginning from which the overview tells them as one
+
+_EXAMPLES = (
+    ("domain={name}", "train the model, test it, print the table"),
+    ("domain={name} trainer.max_epochs=3", "any setting, typed and checked"),
+    ("domain={name} --help", "its settings; --help_all for every one"),
+    ("domain={name} rows=all seeds=3", "with the dense twin and baselines, over three seeds"),
+    ("run=DIR trainer.max_epochs=20", "continue a run, or finish an interrupted one"),
+    ("test run=DIR", "test the best checkpoint of a run"),
+    ("predict run=DIR input=FILE", "predict a file of your own"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,12 +76,15 @@ def _answer(given: list[str]) -> int:
 
 def overview() -> str:
     """The page behind a bare ``--help``: the grammar, the domains with their words, examples."""
+    commands = [(words.format(name=next(iter(DOMAINS))), meaning) for words, meaning in _EXAMPLES]
+    width = max(len(words) for words, _ in commands)
+    examples = [f"  python -m zoo.train {words:<{width}}  {meaning}" for words, meaning in commands]
     pages = [f"Usage: {USAGE}", "Domains:", *map(_describe, DOMAINS.values())]
-    return "\n\n".join([*pages, EXAMPLES.format(name=next(iter(DOMAINS)))])
+    return "\n\n".join([*pages, "\n".join(["Examples:", *examples])])
 
 
 def _describe(domain: Domain) -> str:
-    presets = [f"{size} (default)" if size == domain.size else size for size in sizes(domain.name)]
+    presets = [f"{size} (default)" if size == domain.size else size for size in _grouped(sizes(domain.name))]
     marks = {domain.model: " (model)", domain.twin: " (twin)"}
     networks = [network + marks.get(network, "") for network in domain.networks]
     return (
@@ -87,6 +93,16 @@ def _describe(domain: Domain) -> str:
         f"    data=  {', '.join(data_presets(domain.name)) or 'none'}\n"
         f"    rows   {', '.join(networks)}"
     )
+
+
+def _grouped(names: tuple[str, ...]) -> list[str]:
+    """Names with long families told as one: ``paper_a_1``, ``paper_a_2``, … become ``paper_* (36)``."""
+    families = Counter(name.split("_")[0] for name in names)
+    told = []
+    for name in names:
+        family = name.split("_")[0]
+        told.append(name if families[family] < _FAMILY else f"{family}_* ({families[family]})")
+    return list(dict.fromkeys(told))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ def translate(argv: Sequence[str]) -> Words:
     parts = _take_apart(argv)
     run = _run_folder(parts)
     files = list(parts.files)
-    saved = _saved(run / "config.yaml") if run else next((found for found in map(_saved, files) if found), None)
+    saved = (
+        _saved(run / "config.yaml") if run else next((found for found in map(_saved, files) if found), None)
+    )
     if run and saved is None:
         raise UserError(f"{run / 'config.yaml'} names no domain: this is not the folder of a run")
     if saved and not run:
@@ -104,16 +106,16 @@ def _take_apart(argv: Sequence[str]) -> _Parts:
         if parts.stage not in STAGES:
             raise unknown("stage", parts.stage, STAGES)
     while rest:
-        token = rest.pop(0)
-        if token in ("-h", "--help", "--help_all"):
-            parts.help = "all" if token == "--help_all" else parts.help or "keys"
-        elif token.startswith("-"):
-            _take_flag(token, rest, parts)
-        elif found := _WORD.match(token):
+        word = rest.pop(0)
+        if word in ("-h", "--help", "--help_all"):
+            parts.help = "all" if word == "--help_all" else parts.help or "keys"
+        elif word.startswith("-"):
+            _take_flag(word, rest, parts)
+        elif found := _WORD.match(word):
             _take_word(found[1], found[2], parts)
         else:
-            hint = f" Did you mean {token}=…?" if token in SPECIAL else ""
-            raise UserError(f"expected key=value, found {token!r}.{hint}")
+            hint = f" Did you mean {word}=…?" if word in SPECIAL else ""
+            raise UserError(f"expected key=value, found {word!r}.{hint}")
     return parts
 
 
@@ -128,15 +130,21 @@ def _take_word(key: str, value: str, parts: _Parts) -> None:
     parts.special[key] = value
 
 
-def _take_flag(token: str, rest: list[str], parts: _Parts) -> None:
-    """Join a flag with its value, which may be the next token, and set configuration files apart."""
-    flag, equals, value = token.partition("=")
+def _take_flag(word: str, rest: list[str], parts: _Parts) -> None:
+    """Join a flag with its value, which may be the next one, and set configuration files apart."""
+    flag, equals, value = word.partition("=")
     if flag == "-c":
         flag = "--config"
     name = flag.removeprefix("--")
     if name in SPECIAL and name != "data":
         raise UserError(f"write {name}=… without dashes")
-    if not equals and flag not in _LONE_FLAGS and rest and not rest[0].startswith("--") and not _WORD.match(rest[0]):
+    if (
+        not equals
+        and flag not in _LONE_FLAGS
+        and rest
+        and not rest[0].startswith("--")
+        and not _WORD.match(rest[0])
+    ):
         equals, value = "=", rest.pop(0)
     if flag == "--config":
         parts.files.append(_existing(value))

@@ -120,5 +120,4 @@ def _length(series: Series, lookback: int, horizon: int, report: Report) -> None
     except UserError as error:
         report.refuse("length", str(error))
         return
-    counts = ", ".join(f"{name} {number:,}" for name, number in borders.windows(lookback, horizon).items())
-    report.ok("length", f"windows of {lookback} + {horizon} rows: {counts}")
+    report.ok("length", borders.describe(lookback, horizon))

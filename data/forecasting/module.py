@@ -69,7 +69,7 @@ class ForecastingData(ZooDataModule):
         super().__init__(batch_size, num_workers, seed)
         if lookback < 1 or horizon < 1:
             raise ValueError(f"data.lookback={lookback} and data.horizon={horizon} must be at least 1")
-        self.name, self.path = name, path
+        self.set_name, self.path = name, path
         self.columns, self.known_future = columns, tuple(known_future or ())
         self.lookback, self.horizon = lookback, horizon
         self.fill, self.aggregate, self.date_format, self.freq = fill, aggregate, date_format, freq
@@ -81,12 +81,18 @@ class ForecastingData(ZooDataModule):
     @property
     def generated(self) -> bool:  # type: ignore[override]
         """Whether the series is made on the fly."""
-        return self.path is None and self.name == GENERATED
+        return self.path is None and self.set_name == GENERATED
 
     def prepare_data(self) -> None:
-        """Find or fetch the file, once per machine."""
+        """Find or fetch the file, once per machine.
+
+        Raises:
+            UserError: no file is named, or a public set is unknown or cannot be had.
+        """
+        if self.path is None and self.set_name == "csv":
+            raise UserError("data=csv needs data.path=FILE, the CSV file to train on")
         if self.path is None and not self.generated:
-            locate(named_set(self.name).source, "forecasting")
+            locate(named_set(self.set_name).source, "forecasting")
 
     def setup(self, stage: str | None = None) -> None:
         """Read the series and cut it, once.
@@ -98,8 +104,11 @@ class ForecastingData(ZooDataModule):
             return
         series = self._read()
         own = self.path is not None or self.generated
-        self.borders: Borders = ratio_borders(series.history) if own else named_set(self.name).borders()
-        require_windows(self.borders, self.lookback, self.horizon)
+        self.borders: Borders = ratio_borders(series.history) if own else named_set(self.set_name).borders()
+        try:
+            require_windows(self.borders, self.lookback, self.horizon)
+        except UserError as error:
+            raise UserError(f"{series.path}: {error}") from None
         self.series = series
         self._fit(series)
 
@@ -113,7 +122,7 @@ class ForecastingData(ZooDataModule):
     def conform(self, spec: ForecastingSpec) -> None:
         """Take a trained model's columns, order and scaler, or refuse naming what differs."""
         series = self._require_series()
-        where = self.path or self.name
+        where = self.path or self.set_name
         for word, mine, theirs in (
             ("data.lookback", self.lookback, spec.lookback),
             ("data.horizon", self.horizon, spec.horizon),
@@ -154,6 +163,17 @@ class ForecastingData(ZooDataModule):
         series = self._require_series()
         return [{"name": series.name, "file": series.path.rsplit("/", 1)[-1], "sha256": series.sha256}]
 
+    def notices(self) -> list[str]:
+        """Number of windows, what was changed in reading, and how many target cells hold no truth."""
+        series = self._require_series()
+        lines = [self.borders.describe(self.lookback, self.horizon), *series.notices]
+        splits: tuple[Split, ...] = ("train", "val", "test")
+        for split in splits:
+            scored, cells = self.dataset(split).cells()
+            if scored < cells:
+                lines.append(f"{scored:,} of {cells:,} target cells of the {split} windows are scored")
+        return [f"{series.name}: {line}" for line in lines]
+
     def _require_series(self) -> Series:
         if self.series is None:
             raise RuntimeError("the series is there after setup()")
@@ -180,7 +200,7 @@ class ForecastingData(ZooDataModule):
             words["columns"] = [*self.columns, *self.known_future]
         if self.path is not None:
             return read_series(self.path, **words)
-        return replace(read_named(self.name, **words), name=self.name)
+        return replace(read_named(self.set_name, **words), name=self.set_name)
 
     def _fit(self, series: Series) -> None:
         """Learn the scaler from the training rows and scale the series with it."""

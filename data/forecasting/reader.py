@@ -19,7 +19,8 @@ from zoo.data.forecasting.frequency import (
     report_gaps,
 )
 from zoo.data.forecasting.series import Series
-from zoo.data.forecasting.table import MAX_CELLS, Table, load, parse, require_known
+from zoo.data.forecasting.table import MAX_CELLS, Table, parse, require_known
+from zoo.data.forecasting.textfile import load
 from zoo.data.forecasting.timestamps import parse_stamps, stamp_texts
 from zoo.errors import UserError
 

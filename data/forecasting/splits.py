@@ -30,6 +30,11 @@ class Borders:
             for name, rows in self.rows().items()
         }
 
+    def describe(self, lookback: int, horizon: int) -> str:
+        """Return the number of windows by split in words."""
+        counts = ", ".join(f"{name} {count:,}" for name, count in self.windows(lookback, horizon).items())
+        return f"windows of {lookback} + {horizon} rows: {counts}"
+
 
 def ratio_borders(n: int) -> Borders:
     """Cut ``n`` rows: the first ``int(0.7 n)`` train, the last ``int(0.2 n)`` test, the rest validate."""

@@ -5,7 +5,8 @@ Shapes: n rows, B windows, L lookback, H horizon, C columns to forecast, K known
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -79,9 +80,9 @@ class WindowBatch:
         """The same batch in page-locked memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
-    def _each(self, move: object) -> WindowBatch:
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return WindowBatch(**{key: value if value is None else move(value) for key, value in values.items()})  # type: ignore[operator]
+    def _each(self, move: Callable[[Tensor], Tensor]) -> WindowBatch:
+        held = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(self, **{name: move(tensor) for name, tensor in held.items() if tensor is not None})
 
 
 class Windows(Dataset[WindowBatch]):
@@ -120,6 +121,13 @@ class Windows(Dataset[WindowBatch]):
     def starts(self) -> np.ndarray:
         """Row of each window's first input, (count,)."""
         return np.arange(self.first, self.first + self.count)
+
+    def cells(self) -> tuple[int, int]:
+        """Target cells that are scored, and all target cells, counted in every window that they are in."""
+        start = self.first + self.lookback
+        targets = self.observed[start : start + self.count + self.horizon - 1]
+        scored = targets.unfold(0, self.horizon, 1).sum()
+        return int(scored), self.count * self.horizon * targets.shape[1]
 
     def __getitem__(self, index: int) -> WindowBatch:
         return self.__getitems__([index])

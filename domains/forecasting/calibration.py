@@ -71,7 +71,9 @@ def read(directory: Path) -> Calibration:
     except (SafetensorError, OSError):
         raise UserError(f"{path}: damaged; python -m zoo.train run={directory} writes it anew") from None
     return Calibration(
-        radius={float(name.split("/")[1]): value for name, value in tensors.items() if name.startswith("radius/")},
+        radius={
+            float(name.split("/")[1]): value for name, value in tensors.items() if name.startswith("radius/")
+        },
         coverage={float(level): share for level, share in json.loads(facts["coverage"]).items()},
         windows=int(facts["windows"]),
         reference=tensors["reference"],

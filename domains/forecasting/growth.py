@@ -7,11 +7,13 @@ time order. Everything here is a function of the network, the regime's windows a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zoo.data.forecasting.windows import WindowBatch, Windows
 from zoo.domains.forecasting.network.dynamic_tmoe import DynamicTMoE
@@ -49,17 +51,18 @@ def regime_windows(windows: Windows, start: int, stop: int, limit: int) -> Windo
 
 def residuals(network: DynamicTMoE, batch: WindowBatch) -> Tensor:
     """Truth minus forecast in units of each window's spread, (B, C, H); unscored cells count as met."""
-    was_training = network.training
-    network.eval()
-    with torch.no_grad():
+    with _evaluation(network), torch.no_grad():
         error = batch.future - network(batch.past, batch.phase, batch.known).y
-    network.train(was_training)
     spread = batch.past.std(1, unbiased=False, keepdim=True).clamp_min(1e-3)
     return torch.where(batch.scored, error / spread, 0.0).transpose(1, 2)
 
 
 def grow(
-    network: DynamicTMoE, batch: WindowBatch, settings: GrowthSettings, seed: int, optimizer: torch.optim.Optimizer
+    network: DynamicTMoE,
+    batch: WindowBatch,
+    settings: GrowthSettings,
+    seed: int,
+    optimizer: torch.optim.Optimizer,
 ) -> dict[str, object]:
     """Enable and pre-train one expert per layer for a regime.
 
@@ -86,7 +89,9 @@ def grow(
     return event | {"action": "enabled", "loss_before": before, "loss_after": after}
 
 
-def remember(network: DynamicTMoE, batch: WindowBatch, regime: int, picks: list[tuple[int, int]] | None) -> list[tuple[int, int]]:
+def remember(
+    network: DynamicTMoE, batch: WindowBatch, regime: int, picks: list[tuple[int, int]] | None
+) -> list[tuple[int, int]]:
     """Write a regime's worst-forecast sequences into every layer's repository.
 
     Args:
@@ -108,8 +113,10 @@ def remember(network: DynamicTMoE, batch: WindowBatch, regime: int, picks: list[
         picks = [divmod(int(position), size.shape[1]) for position in order[:capacity]]
     window, channel = (torch.tensor(column) for column in zip(*picks, strict=True))
     signatures = network.signature(batch.past)[window, channel]
-    for memory, states in zip(memories, network.router_states(batch.past, batch.phase, batch.known), strict=True):
-        if isinstance(memory, AnomalyRepository):
+    for memory, states in zip(
+        memories, network.router_states(batch.past, batch.phase, batch.known), strict=True
+    ):
+        if isinstance(memory, AnomalyRepository) and states is not None:
             memory.write(regime, signatures, states[window, channel])
     return picks
 
@@ -139,6 +146,17 @@ def prune(network: DynamicTMoE, idle: list[list[int]], patience: int) -> list[tu
     return removed
 
 
+@contextmanager
+def _evaluation(network: DynamicTMoE) -> Iterator[None]:
+    """Evaluation mode for the time being."""
+    was_training = network.training
+    network.eval()
+    try:
+        yield
+    finally:
+        network.train(was_training)
+
+
 def _free_slot(network: DynamicTMoE, pool: ExpertPool, kind: str) -> int | None:
     free = (
         slot
@@ -153,20 +171,17 @@ def _seat(network: DynamicTMoE, layer: int, slot: int, batch: WindowBatch) -> No
 
     A fresh random score may never be among the best k; such an expert would get no gradient and stay idle.
     """
-    was_training = network.training
-    network.eval()
-    with torch.no_grad():
+    with _evaluation(network), torch.no_grad():
         routing = network(batch.past, batch.phase, batch.known).moe[layer].routing
         last_place = routing.logits.gather(1, routing.index[:, -1:])
         out = network.scorers()[layer].out
         out.weight[slot] = 0.0
         out.bias[slot] = last_place.median()
-    network.train(was_training)
 
 
-def _trainable(network: DynamicTMoE, slots: list[int | None]) -> list[tuple[nn.Parameter, int | None]]:
+def _trainable(network: DynamicTMoE, slots: list[int | None]) -> list[tuple[Tensor, int | None]]:
     """Parameters of the new experts, and of their rows in the routers with the row's number."""
-    chosen: list[tuple[nn.Parameter, int | None]] = []
+    chosen: list[tuple[Tensor, int | None]] = []
     for layer, slot in enumerate(slots):
         if slot is not None:
             chosen += [(parameter, None) for parameter in network.pools()[layer].experts[slot].parameters()]
@@ -182,8 +197,6 @@ def _pretrain(
     chosen = _trainable(network, slots)
     parameters = [parameter for parameter, _ in chosen]
     optimizer = torch.optim.Adam(parameters, lr=settings.lr)
-    was_training = network.training
-    network.eval()
     best, kept, stale = math.inf, [p.detach().clone() for p in parameters], 0
     for step in range(settings.steps + 1):
         loss = _error(network, batch)
@@ -206,12 +219,14 @@ def _pretrain(
     with torch.no_grad():
         for parameter, value in zip(parameters, kept, strict=True):
             parameter.copy_(value)
-    network.train(was_training)
     return best
 
 
 def _error(network: DynamicTMoE, batch: WindowBatch) -> Tensor:
-    error = (network(batch.past, batch.phase, batch.known).y - batch.future).square()
+    """Mean squared error over the scored cells, without dropout."""
+    # cuDNN cannot differentiate a recurrent network in evaluation mode.
+    with _evaluation(network), torch.backends.cudnn.flags(enabled=False):
+        error = (network(batch.past, batch.phase, batch.known).y - batch.future).square()
     return torch.where(batch.scored, error, 0.0).sum() / batch.scored.sum().clamp_min(1)
 
 
@@ -222,7 +237,9 @@ def _loss(network: DynamicTMoE, batch: WindowBatch) -> float:
 
 def _forget(optimizer: torch.optim.Optimizer, network: DynamicTMoE, layer: int, slot: int) -> None:
     """Clear what the optimiser remembers of a slot that starts afresh."""
-    for parameter, row in _trainable(network, [slot if at == layer else None for at in range(len(network.pools()))]):
+    for parameter, row in _trainable(
+        network, [slot if at == layer else None for at in range(len(network.pools()))]
+    ):
         state = optimizer.state.get(parameter, {})
         if row is None:
             optimizer.state.pop(parameter, None)

@@ -52,7 +52,9 @@ def _windows(
         batch = data.dataset("test").__getitems__([int(pick)])
         column = int(batch.future[0].var(0).argmax())
         with torch.no_grad():
-            forecasts = {name: forecaster(batch)[0, :, column].numpy() for name, forecaster in forecasters.items()}
+            forecasts = {
+                name: forecaster(batch)[0, :, column].numpy() for name, forecaster in forecasters.items()
+            }
         shown.append(
             {
                 "label": f"{label}, mse {error[pick]:.3f}, column {data.spec.columns[column]}",

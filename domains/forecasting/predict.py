@@ -110,17 +110,23 @@ class ForecastingPredictor(Predictor[Series, Continuation]):
     def read(self, path: Path) -> Iterator[Series]:
         """One series per file, with the columns that the model was trained on."""
         spec = self.task.spec
-        series = read_series(path, columns=[*spec.columns, *spec.known], known_future=spec.known, **self.reading)
+        series = read_series(
+            path, columns=[*spec.columns, *spec.known], known_future=spec.known, **self.reading
+        )
         if series.freq != spec.freq:
-            raise UserError(f"{path}: the step is {series.freq}, but the model was trained on steps of {spec.freq}")
+            raise UserError(
+                f"{path}: the step is {series.freq}, but the model was trained on steps of {spec.freq}"
+            )
         if series.history < spec.lookback:
-            raise UserError(f"{path}: {series.history} rows are too few: the model looks back {spec.lookback} rows")
+            raise UserError(
+                f"{path}: {series.history} rows are too few: the model looks back {spec.lookback} rows"
+            )
         ahead = len(series.time) - series.history
         if spec.known and ahead < spec.horizon:
             first, last = series.format_time(series.future_time(spec.horizon)[[0, -1]])
             raise UserError(
-                f"{path}: {', '.join(spec.known)} must be given for the {spec.horizon} rows from {first} to {last}, with "
-                f"the other columns empty; {ahead} such rows are there"
+                f"{path}: {', '.join(spec.known)} must be given for the {spec.horizon} rows from {first} to {last}, "
+                f"with the other columns empty; {ahead} such rows are there"
             )
         yield series
 
@@ -140,10 +146,14 @@ class ForecastingPredictor(Predictor[Series, Continuation]):
         order = [series.columns.index(name) for name in spec.columns]
         history = series.values[: series.history, order]
         recent = slice(max(0, series.history - _HISTORY * spec.lookback), series.history)
-        points = [{**point, "date": point["time"], "type": point["kind"]} for point in row.drift["change_points"]]
+        points = [
+            {**point, "date": point["time"], "type": point["kind"]} for point in row.drift["change_points"]
+        ]
         made = drift_figure(series.time[: series.history], history, points, spec.columns)
         save(made, stem.with_name(f"{stem.name}-drift.png"))
-        lower, upper = (None, None) if row.radius is None else (row.values - row.radius, row.values + row.radius)
+        lower, upper = (
+            (None, None) if row.radius is None else (row.values - row.radius, row.values + row.radius)
+        )
         made = forecast_figure(
             series.time[recent],
             history[recent],

@@ -93,7 +93,13 @@ class ForecastingTask(ZooTask):
         z: float = 0.0,
     ) -> None:
         super().__init__(
-            network=network, lr=lr, weight_decay=weight_decay, schedule=schedule, clip=clip, balance=balance, z=z
+            network=network,
+            lr=lr,
+            weight_decay=weight_decay,
+            schedule=schedule,
+            clip=clip,
+            balance=balance,
+            z=z,
         )
         self.save_hyperparameters()
         self.width, self.layers, self.patch, self.stride, self.dropout = width, layers, patch, stride, dropout
@@ -112,7 +118,7 @@ class ForecastingTask(ZooTask):
 
     @classmethod
     def example_spec(cls, *, channels: int = 7, known: int = 0, **facts: Any) -> ForecastingSpec:
-        """Facts for building a network without data: ``channels``, ``known``, lookback, horizon, cycle, …"""
+        """Facts to build a network without data: numbers of ``channels`` and ``known`` columns, and the spec's."""
         defaults: dict[str, Any] = {
             "name": "example",
             "columns": tuple(f"c{i}" for i in range(channels)),
@@ -131,13 +137,20 @@ class ForecastingTask(ZooTask):
     def build_network(self, spec: ForecastingSpec) -> nn.Module:
         """The chosen network for data with these facts."""
         patch = min(self.patch, spec.lookback)
-        sizes = {"patch": patch, "stride": min(self.stride, patch), "width": self.width, "dropout": self.dropout}
+        sizes: dict[str, Any] = {
+            "patch": patch,
+            "stride": min(self.stride, patch),
+            "width": self.width,
+            "dropout": self.dropout,
+        }
         if self.network in ("dlinear", "patchtst"):
             from zoo.domains.forecasting.network import peers
 
             if self.network == "dlinear":
                 return peers.DLinear(lookback=spec.lookback, horizon=spec.horizon)
-            return peers.PatchTST(lookback=spec.lookback, horizon=spec.horizon, depth=max(self.layers, 2), **sizes)
+            return peers.PatchTST(
+                lookback=spec.lookback, horizon=spec.horizon, depth=max(self.layers, 2), **sizes
+            )
         return DynamicTMoE(
             channels=len(spec.columns),
             lookback=spec.lookback,
@@ -181,7 +194,9 @@ class ForecastingTask(ZooTask):
         else:
             cost = nn.functional.huber_loss(forecast.y, batch.future, reduction="none")
         scored = batch.scored.sum().clamp_min(1)
-        return Losses(named={self.loss: torch.where(batch.scored, cost, 0.0).sum() / scored}, moe=forecast.moe)
+        return Losses(
+            named={self.loss: torch.where(batch.scored, cost, 0.0).sum() / scored}, moe=forecast.moe
+        )
 
     def evaluate(self, batch: WindowBatch) -> dict[str, Tensor]:
         """Error sums of each window."""
@@ -200,21 +215,27 @@ class ForecastingTask(ZooTask):
 
     def baselines(self, datamodule: ForecastingData) -> list[Row]:
         """naive, seasonal_naive and ridge on all test windows."""
-        windows = datamodule.dataset("test")
+        windows, spec = datamodule.dataset("test"), datamodule.spec
+        scores: dict[str, dict[str, float | None]] = {
+            baseline.name: dict(metrics.score(test_sums(baseline_forecaster(baseline), windows)))
+            for baseline in fitted_baselines(datamodule)
+        }
+        without = f"no mse and mae: a lookback of {spec.lookback} holds no cycle of {spec.cycle} rows"
         return [
             Row(
-                name=baseline.name,
+                name=name,
                 kind="baseline",
-                data=datamodule.spec.name,
+                data=spec.name,
                 split="test",
                 protocol=self.protocol,
-                setting={"lookback": windows.lookback, "horizon": windows.horizon},
+                setting={"lookback": spec.lookback, "horizon": spec.horizon},
                 n=len(windows),
                 n_unit=self.n_unit,
-                metrics=dict(metrics.score(test_sums(baseline_forecaster(baseline), windows))),
+                metrics=scores.get(name, {"mse": None, "mae": None}),
                 units=self.units,
+                notes="" if name in scores else without,
             )
-            for baseline in fitted_baselines(datamodule)
+            for name in ("naive", "seasonal_naive", "ridge")
         ]
 
     def count_parameters(self) -> tuple[int, int]:
@@ -223,7 +244,9 @@ class ForecastingTask(ZooTask):
         off = 0
         for pool in self.net.pools() if isinstance(self.net, DynamicTMoE) else []:
             for slot, enabled in enumerate(pool.enabled.tolist()):  # type: ignore[union-attr]
-                off += 0 if enabled else sum(parameter.numel() for parameter in pool.experts[slot].parameters())
+                off += (
+                    0 if enabled else sum(parameter.numel() for parameter in pool.experts[slot].parameters())
+                )
         return total, total - off
 
     def calibrate(self, datamodule: ForecastingData, directory: Path) -> None:
@@ -236,7 +259,7 @@ class ForecastingTask(ZooTask):
 
         return draw_test(self, datamodule, directory)
 
-    # -- the clock of growth ------------------------------------------------------------------------------------
+    # -- the clock of growth
 
     def on_train_start(self) -> None:
         """Find the change points of the training rows, once, on rank 0."""
@@ -296,7 +319,8 @@ class ForecastingTask(ZooTask):
             seed=derive_seed("drift", global_seed()) % 2**32,
         )
         stamps = data.series.format_time(data.series.time[start:stop])  # type: ignore[union-attr]
-        log.info("drift: %d of %d checks flagged, %d change points", report.flagged, report.checks, len(report.change_points))
+        points = len(report.change_points)
+        log.info("drift: %d of %d checks flagged, %d change points", report.flagged, report.checks, points)
         return [
             {
                 "row": start + point.row,
@@ -328,7 +352,9 @@ class ForecastingTask(ZooTask):
         """Windows of regime r, which starts at change point r - 1."""
         data: ForecastingData = self.datamodule
         stop = points[regime]["row"] if regime < len(points) else data.borders.train[1]
-        batch = regime_windows(data.dataset("train"), points[regime - 1]["row"], stop, GrowthSettings().windows)
+        batch = regime_windows(
+            data.dataset("train"), points[regime - 1]["row"], stop, GrowthSettings().windows
+        )
         return None if batch is None else batch.to(self.device)
 
     def _handle(self, number: int, points: list[dict[str, Any]]) -> None:

@@ -114,7 +114,9 @@ class ToyTask(ZooTask):
             raise ValueError(f"width={self.width} must lie in 1..1000")
         if self.network == "bias":
             return nn.Linear(spec.channels, 1)
-        return nn.Sequential(nn.Linear(spec.channels, self.width), nn.Dropout(self.dropout), nn.Linear(self.width, 1))
+        return nn.Sequential(
+            nn.Linear(spec.channels, self.width), nn.Dropout(self.dropout), nn.Linear(self.width, 1)
+        )
 
     def training_loss(self, batch: ToyBatch) -> Losses:
         assert self.net is not None

@@ -29,7 +29,8 @@ def choose(backend: Backend, tokens: int, experts: int) -> Backend:
     """The back end that ``auto`` stands for at this size."""
     if backend != "auto":
         return backend
-    return "dense" if tokens * experts <= DENSE_UP_TO else "sorted"
+    # Sizes that depend on the routing cannot be compiled or exported.
+    return "dense" if tokens * experts <= DENSE_UP_TO or torch.compiler.is_compiling() else "sorted"
 
 
 def dispatch(bank: FeedForwardExperts, x: Tensor, routing: Routing, backend: Backend = "auto") -> Tensor:
@@ -49,7 +50,7 @@ def dispatch(bank: FeedForwardExperts, x: Tensor, routing: Routing, backend: Bac
         return _reference(bank, x, routing)
     if chosen == "dense":
         outputs = bank.every(torch.where(_alive(routing)[:, None], x, 0.0))
-        return torch.einsum("te,etf->tf", routing.dense_weight(), outputs)
+        return torch.einsum("te,etf->tf", routing.dense_weight(), outputs).to(x.dtype)
     return _sorted(bank, x, routing)
 
 
@@ -74,6 +75,6 @@ def _sorted(bank: FeedForwardExperts, x: Tensor, routing: Routing) -> Tensor:
     token = order // routing.index.shape[1]
     rows = x.index_select(0, token)
     sizes = routing.counts().tolist()
-    outputs = bank.slices(rows.split(sizes))
+    outputs = bank.slices(torch.split(rows, sizes))
     weighted = torch.cat(outputs) * routing.weight.flatten().index_select(0, order)[:, None]
     return x.new_zeros(x.shape[0], bank.dim_out).index_add(0, token, weighted)

@@ -1,4 +1,4 @@
-"""Expert banks. Two scopes:
+"""Expert banks, in two scopes.
 
 * **token** banks map rows (n, D) → (n, F) and run through ``dispatch``: :class:`FeedForwardExperts`.
 * **field** banks receive the whole x, because their experts look across positions (pooling, spectra,
@@ -137,7 +137,8 @@ class FieldExperts(ExpertBank):
         idle = self._idle(routing)
         if routing.mask is not None:
             x = torch.where(routing.mask.reshape(*x.shape[:-1], 1), x, 0.0)
-        y = torch.zeros_like(x)
+        # The zero depends on the weights, so that the router gets a zero gradient where all experts idle.
+        y = torch.zeros_like(x) + 0.0 * weight.sum()
         for index, expert in enumerate(self.experts):
             if index not in idle:
                 y = y + weight[..., index, None] * expert(x, context)
@@ -180,11 +181,6 @@ class ExpertPool(FieldExperts):
             raise ValueError(f"base={base} must lie in 1..{len(experts)} slots")
         self.base = base
         self.enabled = torch.arange(len(experts)) < base
-
-    def _idle(self, routing: Routing) -> frozenset[int]:
-        # Under compilation and export the topology is a constant: switched-off slots drop out of the graph.
-        off = frozenset(torch.nonzero(~self.enabled).flatten().tolist())
-        return off | super()._idle(routing)
 
     def enable(self, slot: int, seed: int) -> None:
         """Switch a slot on with fresh weights drawn from ``seed`` and the slot's number alone.

@@ -35,7 +35,9 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if router.num_experts != experts.num_experts:
-            raise ValueError(f"the router scores {router.num_experts} experts, the bank holds {experts.num_experts}")
+            raise ValueError(
+                f"the router scores {router.num_experts} experts, the bank holds {experts.num_experts}"
+            )
         self.router = router
         self.experts = experts
         self.shared = shared

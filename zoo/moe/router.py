@@ -1,4 +1,4 @@
-"""The router: scorer ► selector ► gate, computed in fp32 whatever the surrounding precision."""
+"""The router: scorer ► selector ► gate, outside autocast: in the precision of its own weights, fp32 from the logits on."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from zoo.moe.selectors import Dense, TopK
 
 
 class SoftmaxGate(nn.Module):
-    """Mixing weights from the softmax over all experts.
+    """Mixing weights from a softmax.
 
     Args:
-        renormalize: divide by the sum over the chosen experts, which equals a softmax over the chosen logits.
+        renormalize: take the softmax over the chosen experts alone, so that the weights sum to one and the others
+            get no gradient at all; otherwise over all experts, before the choice.
     """
 
     def __init__(self, renormalize: bool = True) -> None:
         super().__init__()
         self.renormalize = renormalize
 
-    def forward(self, probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-        """From probabilities (T, E) and choices (T, K) to weights (T, K)."""
-        weight = torch.where(valid, probs.gather(1, index), 0.0)
+    def forward(self, logits: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+        """From logits (T, E) and choices (T, K) to weights (T, K), zero for choices that are not valid."""
         if self.renormalize:
-            weight = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
-        return weight
+            # The least finite number and not -inf: a token may be left without any valid choice.
+            chosen = torch.where(valid, logits.gather(1, index), torch.finfo(logits.dtype).min)
+            weight = chosen.softmax(-1)
+        else:
+            weight = logits.softmax(-1).gather(1, index)
+        return torch.where(valid, weight, 0.0)
 
     def extra_repr(self) -> str:
         """Shows the convention in the module's print-out."""
@@ -38,7 +42,7 @@ class Router(nn.Module):
     Args:
         scorer: module (x, context) → logits (..., E) with an attribute ``num_experts``.
         selector: module logits (T, E) → (index, valid), each (T, K).
-        gate: module (probs, index, valid) → weight (T, K).
+        gate: module (logits, index, valid) → weight (T, K).
 
     Raises:
         ValueError: k exceeds the number of experts, or k = 1 with renormalised weights: every weight would be
@@ -55,10 +59,14 @@ class Router(nn.Module):
             if selector.k > self.num_experts:
                 raise ValueError(f"top_k={selector.k} must lie in 1..num_experts={self.num_experts}")
             if selector.k == 1 and self.num_experts > 1 and self.gate.renormalize:
-                raise ValueError("top_k=1 with renormalised weights gives the router no gradient: use renormalize=False")
+                raise ValueError("top_k=1 with renormalised weights trains no router: use renormalize=False")
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, context: Context | None = None, enabled: Tensor | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        context: Context | None = None,
+        enabled: Tensor | None = None,
     ) -> Routing:
         """Route tokens.
 
@@ -71,14 +79,21 @@ class Router(nn.Module):
         Returns:
             The routing of the T flattened tokens.
         """
+        dtype = x.dtype
+        if mask is not None:
+            # A scorer that looks across tokens must not see what stands in masked ones.
+            x = torch.where(mask.reshape(*x.shape[:-1], 1), x, 0.0)
         with torch.autocast(x.device.type, enabled=False):
-            logits = self.scorer(x.float(), context).reshape(-1, self.num_experts)
+            own = next((parameter.dtype for parameter in self.scorer.parameters()), torch.float32)
+            logits = self.scorer(x.to(own), context).reshape(-1, self.num_experts).float()
             if enabled is not None:
                 logits = logits.masked_fill(~enabled, -torch.inf)
             probs = logits.softmax(-1)
             index, valid = self.selector(logits)
-            weight = self.gate(probs, index, valid)
+            weight = self.gate(logits, index, valid)
         if mask is not None:
             mask = mask.reshape(-1)
             valid = valid & mask[:, None]
-        return Routing(index=index, weight=weight.to(x.dtype), valid=valid, probs=probs, logits=logits, mask=mask)
+        return Routing(
+            index=index, weight=weight.to(dtype), valid=valid, probs=probs, logits=logits, mask=mask
+        )

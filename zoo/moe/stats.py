@@ -19,12 +19,14 @@ class RouterStats:
         counts: (E,) int64, valid choices per expert.
         weights: (E,) float64, summed mixing weight per expert.
         entropy: () float64, summed entropy of the router's distribution, in nats.
+        offered: (E,) int64, tokens that could have chosen each expert; 0 for one that is switched off.
         tokens: () int64, tokens counted.
     """
 
     counts: Tensor
     weights: Tensor
     entropy: Tensor
+    offered: Tensor
     tokens: Tensor
 
     @classmethod
@@ -43,6 +45,7 @@ class RouterStats:
             counts=counts.scatter_add_(0, index, valid.long()),
             weights=weights.scatter_add_(0, index, routing.weight.detach().flatten().double() * valid),
             entropy=entropy[alive].double().sum(),
+            offered=(routing.logits.detach()[alive] > -torch.inf).sum(0),
             tokens=alive.sum(),
         )
 
@@ -51,6 +54,7 @@ class RouterStats:
             counts=self.counts + other.counts,
             weights=self.weights + other.weights,
             entropy=self.entropy + other.entropy,
+            offered=self.offered + other.offered,
             tokens=self.tokens + other.tokens,
         )
 
@@ -63,14 +67,20 @@ class RouterStats:
         return (self.weights / self.weights.sum().clamp_min(1e-12)).tolist()
 
     def summary(self) -> dict[str, object]:
-        """Load, weight share, mean entropy relative to ln E, dead experts and largest load over the mean, JSON-ready."""
-        load = self.load()
+        """JSON-ready: load, weight share, entropy, dead experts, violation and tokens.
+
+        Entropy is the mean relative to that of an even choice among the offered experts; ``dead`` lists experts that
+        were offered and never chosen; ``max_violation`` is the largest load over the even load, less one.
+        """
+        load, offered = self.load(), (self.offered > 0).tolist()
+        even = max(sum(offered), 1)
         tokens = max(int(self.tokens), 1)
         return {
             "load": load,
             "share": self.share(),
-            "entropy": float(self.entropy) / tokens / math.log(max(len(load), 2)),
-            "dead": [expert for expert, part in enumerate(load) if part == 0.0],
-            "max_violation": max(load) * len(load) - 1.0 if sum(load) else 0.0,
+            "entropy": float(self.entropy) / tokens / math.log(max(even, 2)),
+            "dead": [expert for expert, part in enumerate(load) if part == 0.0 and offered[expert]],
+            "off": [expert for expert, on in enumerate(offered) if not on],
+            "max_violation": max(load) * even - 1.0 if sum(load) else 0.0,
             "tokens": int(self.tokens),
         }

@@ -54,7 +54,7 @@ class WindowScale(NamedTuple):
         return torch.where(self.std > 0, (x - self.mean) / torch.where(self.std > 0, self.std, 1.0), 0.0)
 
     def restore(self, x: Tensor) -> Tensor:
-        """x · std + mean, the exact inverse of :meth:`normalise` on the window itself."""
+        """Undo: x · std + mean, the exact inverse of :meth:`normalise` on the window itself."""
         return x * self.std + self.mean
 
 
@@ -98,7 +98,9 @@ class PatchEmbedding(nn.Module):
         self.patch, self.stride = patch, stride
         self.maps = nn.Linear(patch, 3 * dim, bias=False)
         self.dropout = ByteDropout(dropout)
-        self.register_buffer("position", sinusoids(count_patches(lookback, patch, stride), dim), persistent=False)
+        self.register_buffer(
+            "position", sinusoids(count_patches(lookback, patch, stride), dim), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed normalised channels (B, C, L) as tokens (B, C, P, D)."""

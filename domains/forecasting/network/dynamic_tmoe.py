@@ -23,7 +23,17 @@ from zoo.domains.forecasting.network.blocks import (
 )
 from zoo.domains.forecasting.network.experts import KINDS, CyclicRelation, RelatedExpert
 from zoo.domains.forecasting.network.repository import AnomalyRepository
-from zoo.moe import Context, DenseMixture, ExpertPool, LinearScorer, MoE, MoEOutput, RecurrentScorer, Router, TopK
+from zoo.moe import (
+    Context,
+    DenseMixture,
+    ExpertPool,
+    LinearScorer,
+    MoE,
+    MoEOutput,
+    RecurrentScorer,
+    Router,
+    TopK,
+)
 from zoo.nn import ByteDropout
 
 
@@ -193,7 +203,9 @@ class DynamicTMoE(nn.Module):
         with torch.no_grad():
             tokens, _ = self._embed(WindowScale.of(past), past, profile, known)
             for layer, scorer in zip(self.layers, self.scorers(), strict=True):
-                states.append(scorer.states(tokens)[..., -1, :] if isinstance(scorer, RecurrentScorer) else None)
+                states.append(
+                    scorer.states(tokens)[..., -1, :] if isinstance(scorer, RecurrentScorer) else None
+                )
                 tokens, _ = layer(tokens, context)
         self.train(was_training)
         return states
@@ -240,8 +252,9 @@ class KnownFuture(nn.Module):
         nn.init.zeros_(self.token.bias)
 
     def forward(self, known: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, L + H, K) → additions to tokens (B, P, D) and to the forecast (B, H), in units of the window's spread."""
-        scale = WindowScale.of(known[:, : self.lookback])
+        """From (B, L + H, K) to what is added to tokens (B, P, D) and to the normalised forecast (B, H)."""
+        # Over the whole span: a flag may be constant in the lookback and rise only in the horizon.
+        scale = WindowScale.of(known)
         columns = scale.normalise(known).transpose(1, 2)
         cut = patches(columns[..., : self.lookback], self.patch, self.stride)
         return self.token(cut.transpose(1, 2).flatten(2)), self.ahead(columns.flatten(1))
@@ -254,7 +267,9 @@ def _drift_kinds(slots: int) -> tuple[str, ...]:
 
 def _check(*, lookback: int, patch: int, stride: int, base: Sequence[str], top_k: int) -> None:
     if not 1 <= stride <= patch <= lookback:
-        raise ValueError(f"need 1 <= stride <= patch <= lookback, got stride={stride}, patch={patch}, lookback={lookback}")
+        raise ValueError(
+            f"need 1 <= stride <= patch <= lookback, got stride={stride}, patch={patch}, lookback={lookback}"
+        )
     unknown = [kind for kind in base if kind not in KINDS]
     if unknown or not base:
         raise ValueError(f"base={list(base)} must name at least one of {', '.join(KINDS)}")

@@ -36,15 +36,21 @@ class IdentityExpert(nn.Module):
 class TrendExpert(nn.Module):
     """Moving average over patches, then a two-layer network: slow movement of the level."""
 
+    average: Tensor
+
     def __init__(self, dim: int, num_patches: int, dropout: float) -> None:
         super().__init__()
         kernel = min(POOL, num_patches - (num_patches + 1) % 2)
         # The average is a fixed (P, P) matrix: rows clipped at the borders repeat the first or last patch.
         offset = torch.arange(kernel) - kernel // 2
         source = (torch.arange(num_patches)[:, None] + offset).clamp(0, num_patches - 1)
-        average = torch.zeros(num_patches, num_patches).scatter_add_(1, source, torch.full(source.shape, 1 / kernel))
+        average = torch.zeros(num_patches, num_patches).scatter_add_(
+            1, source, torch.full(source.shape, 1 / kernel)
+        )
         self.register_buffer("average", average, persistent=False)
-        self.net = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), ByteDropout(dropout), nn.Linear(2 * dim, dim))
+        self.net = nn.Sequential(
+            nn.Linear(dim, 2 * dim), nn.GELU(), ByteDropout(dropout), nn.Linear(2 * dim, dim)
+        )
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """Map tokens (..., P, D)."""
@@ -59,6 +65,9 @@ class SeasonalExpert(nn.Module):
 
     with F_M the orthonormal real Fourier transform over the P patches, cut to its first M = P // 2 modes.
     """
+
+    analysis: Tensor
+    synthesis: Tensor
 
     def __init__(self, dim: int, num_patches: int, dropout: float) -> None:
         super().__init__()
@@ -145,7 +154,10 @@ class CyclicRelation(nn.Module):
         self.cycle = cycle
         self.table = nn.Parameter(torch.empty(cycle, channels, channels))
         self.correct = nn.Sequential(
-            nn.Linear(channels, 2 * channels), nn.GELU(), ByteDropout(dropout), nn.Linear(2 * channels, channels)
+            nn.Linear(channels, 2 * channels),
+            nn.GELU(),
+            ByteDropout(dropout),
+            nn.Linear(2 * channels, channels),
         )
         self.norm = nn.LayerNorm(dim)
         self.reset_parameters()

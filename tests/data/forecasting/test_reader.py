@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zoo.data.forecasting.reader import read_series
+from zoo.data.forecasting.reader import ReadOptions, inspect_file, read_series
 from zoo.errors import UserError
 
 
@@ -602,3 +602,43 @@ def test_a_real_file_is_read_fast(real_file):
     assert time.perf_counter() - start < 0.5
     assert series.values.shape == (17_420, 7)
     assert series.columns[-1] == "OT"
+
+
+def test_cells_beyond_the_header_are_never_dropped(write):
+    lines = table(range(40), [f"{i}," for i in range(40)], header="date,a")
+    assert read_series(write(lines)).columns == ("a",)
+    lines[31] = "30,30,5"
+    assert "line 32 has 3 cells but the header 2" in refusal(write(lines))
+
+
+CELLS = [
+    "",
+    "1",
+    "-9999",
+    "inf",
+    "x",
+    "1,5",
+    '"',
+    "2020-01-01",
+    "2020-01-01 01:00+01:00",
+    "13/02/2020",
+    "9" * 20,
+    "é",
+]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.lists(st.sampled_from(CELLS) | st.text(max_size=4), max_size=4), max_size=6),
+    header=st.sampled_from(["date,a", "unique_id,ds,y", "a", "", "1,2", "date,a,a"]),
+    fill=st.sampled_from(["none", "mask", "linear"]),
+    encoding=st.sampled_from(["utf-8", "utf-16", "cp1252"]),
+)
+def test_any_text_is_read_or_refused_in_one_line(tmp_path, rows, header, fill, encoding):
+    path = tmp_path / "any.csv"
+    path.write_bytes("\n".join([header, *map(",".join, rows)]).encode(encoding, errors="replace"))
+    series, report = inspect_file(path, ReadOptions(fill=fill))
+    assert (series is None) == bool(report.refusals)
+    assert not any("\n" in item.text for item in report.items)
+    if series is not None:
+        assert np.isfinite(series.values).all()

@@ -1,0 +1,92 @@
+"""Routing statistics: values by hand, and sums that equal the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zoo.moe import LinearScorer, Router, RouterStats, Routing, TopK
+
+
+def routing(index: Tensor, experts: int, mask: Tensor | None = None) -> Routing:
+    probs = torch.full((len(index), experts), 1 / experts)
+    valid = torch.ones(index.shape, dtype=torch.bool)
+    valid = valid if mask is None else valid & mask[:, None]
+    weight = torch.tensor([0.75, 0.25]).expand(index.shape)
+    return Routing(index=index, weight=weight, valid=valid, probs=probs, logits=probs.log(), mask=mask)
+
+
+INDEX = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 1]])
+
+
+def test_four_tokens_by_hand():
+    stats = RouterStats.of(routing(INDEX, 4))
+    assert stats.counts.tolist() == [4, 3, 1, 0]
+    assert stats.load() == [0.5, 0.375, 0.125, 0.0]
+    assert stats.share() == [0.75, 0.1875, 0.0625, 0.0]
+    assert int(stats.tokens) == 4
+    summary = stats.summary()
+    assert summary["dead"] == [3]
+    assert summary["max_violation"] == pytest.approx(1.0)  # largest load 2 means over the mean
+    assert summary["entropy"] == pytest.approx(1.0)  # uniform probabilities, in units of ln 4
+
+
+def test_adding_recomputes_ratios_from_the_sums():
+    other = torch.tensor([[1, 2], [2, 3], [2, 3], [3, 3]])
+    total = RouterStats.of(routing(INDEX, 4)) + RouterStats.of(routing(other, 4))
+    assert total.counts.tolist() == [4, 4, 4, 4]
+    assert total.summary()["max_violation"] == pytest.approx(0.0)
+    assert total.summary()["dead"] == []
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(cuts=st.lists(st.integers(0, 40), max_size=4), seed=st.integers(0, 9))
+def test_parts_add_up_to_the_whole(cuts, seed):
+    torch.manual_seed(seed)
+    router = Router(LinearScorer(6, 5), TopK(2))
+    x, mask = torch.randn(40, 6), torch.rand(40) < 0.8
+    whole = RouterStats.of(router(x, mask))
+    borders = [0, *sorted(cuts), 40]
+    parts = [RouterStats.of(router(x[a:b], mask[a:b])) for a, b in zip(borders, borders[1:], strict=False)]
+    total = sum(parts[1:], parts[0])
+    assert torch.equal(total.counts, whole.counts)
+    assert torch.equal(total.tokens, whole.tokens)
+    torch.testing.assert_close(total.weights, whole.weights, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(total.entropy, whole.entropy, rtol=1e-6, atol=1e-6)
+
+
+def test_tags_split_the_whole():
+    record = routing(INDEX, 4, mask=torch.tensor([True, True, True, False]))
+    tag = torch.tensor([True, False, True, True])
+    ours, theirs, whole = RouterStats.of(record, tag), RouterStats.of(record, ~tag), RouterStats.of(record)
+    assert ours.counts.tolist() == [2, 1, 1, 0]
+    assert theirs.counts.tolist() == [1, 1, 0, 0]
+    assert torch.equal((ours + theirs).counts, whole.counts)
+    assert int(ours.tokens) == 2
+
+
+def test_entropy_is_in_nats_before_it_is_divided():
+    probs = torch.tensor([[0.5, 0.375, 0.125, 0.0]])
+    record = routing(INDEX[:1], 4)
+    record = Routing(**{**vars(record), "probs": probs})
+    stats = RouterStats.of(record)
+    assert float(stats.entropy) == pytest.approx(0.9743148, abs=1e-6)
+    assert stats.summary()["entropy"] == pytest.approx(0.9743148 / math.log(4), abs=1e-6)
+
+
+def test_nothing_counted_gives_zeros():
+    summary = RouterStats.of(routing(INDEX, 4, mask=torch.zeros(4, dtype=torch.bool))).summary()
+    assert summary["load"] == summary["share"] == [0.0] * 4
+    assert summary["entropy"] == summary["max_violation"] == 0.0
+    assert summary["tokens"] == 0
+
+
+def test_statistics_carry_no_gradient():
+    router = Router(LinearScorer(6, 4), TopK(2))
+    stats = RouterStats.of(router(torch.randn(5, 6)))
+    assert not any(value.requires_grad for value in vars(stats).values())
