@@ -195,8 +195,9 @@ class ZooTask(pl.LightningModule):
         if self.net is None:
             self.build(spec)
         elif spec != self.spec:
+            # What the data keep of their own is their name, under which a score is reported.
             self.datamodule.conform(spec)
-            self.spec = spec
+            self.spec = self.datamodule.spec
 
     # -- training
 

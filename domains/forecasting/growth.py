@@ -200,8 +200,8 @@ def _pretrain(
     best, kept, stale = math.inf, [p.detach().clone() for p in parameters], 0
     for step in range(settings.steps + 1):
         loss = _error(network, batch)
-        if float(loss) < best:
-            best, kept, stale = float(loss), [p.detach().clone() for p in parameters], 0
+        if loss.item() < best:
+            best, kept, stale = loss.item(), [p.detach().clone() for p in parameters], 0
         else:
             stale += 1
         if stale >= settings.patience or step == settings.steps:

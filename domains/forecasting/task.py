@@ -171,12 +171,27 @@ class ForecastingTask(ZooTask):
         )
 
     def kind(self) -> Literal["model", "twin", "baseline", "ablation"]:
-        """The two peers are baselines."""
-        return "baseline" if self.network in ("dlinear", "patchtst") else super().kind()
+        """The two peers are baselines; a model with a mechanism switched off is an ablation."""
+        if self.network in ("dlinear", "patchtst"):
+            return "baseline"
+        return "ablation" if self.network == "dynamic_tmoe" and self._ablated() else super().kind()
 
     def setting(self) -> dict[str, object]:
-        """Lookback and horizon."""
-        return {"lookback": self.spec.lookback, "horizon": self.spec.horizon}
+        """Lookback, horizon, and mechanisms that are switched off."""
+        setting: dict[str, object] = {"lookback": self.spec.lookback, "horizon": self.spec.horizon}
+        if self.network == "dynamic_tmoe" and (without := self._ablated()):
+            setting["without"] = ", ".join(without)
+        return setting
+
+    def _ablated(self) -> list[str]:
+        """Mechanisms of the model that its settings switch off."""
+        present = {
+            "growth": self.growth,
+            "memory router": self.router == "memory",
+            "repository": self.repository or self.router != "memory",
+            "heterogeneous experts": len(set(self.experts)) > 1,
+        }
+        return [name for name, on in present.items() if not on]
 
     def forward(self, batch: WindowBatch) -> Forecast:
         """Forecast a batch in z-scored units."""
@@ -281,11 +296,7 @@ class ForecastingTask(ZooTask):
         """Score, and count for how many epochs each expert has idled."""
         super().on_validation_epoch_end()
         if self.growth and not self.trainer.sanity_checking:
-            shares = [stats.share() for stats in self._routing.values()]
-            self.idle = self.idle or [[0] * len(layer) for layer in shares]
-            for layer, counters in zip(shares, self.idle, strict=True):
-                for slot, share in enumerate(layer):
-                    counters[slot] = counters[slot] + 1 if share < self.prune_share else 0
+            self._count_idle()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the clock beside the facts."""
@@ -303,6 +314,15 @@ class ForecastingTask(ZooTask):
         clock = checkpoint.get("growth", {})
         self.change_points, self.events = clock.get("change_points"), clock.get("events", [])
         self.memories, self.idle = clock.get("memories", {}), clock.get("idle", [])
+
+    def _count_idle(self) -> None:
+        shares = [stats.share() for stats in self._routing.values()]
+        pools = self._network().pools()
+        self.idle = self.idle or [[0] * pool.num_experts for pool in pools]
+        for pool, layer, counters in zip(pools, shares, self.idle, strict=True):
+            for slot, share in enumerate(layer):
+                idle = bool(pool.enabled[slot]) and share < self.prune_share
+                counters[slot] = counters[slot] + 1 if idle else 0
 
     def _network(self) -> DynamicTMoE:
         if not isinstance(self.net, DynamicTMoE):
@@ -372,4 +392,16 @@ class ForecastingTask(ZooTask):
 
     def _record(self, event: dict[str, Any]) -> None:
         self.events.append({"epoch": self.current_epoch, **event})
-        log.info("growth: %s", self.events[-1])
+        log.info("growth: %s", told(event))
+
+
+def told(event: dict[str, Any]) -> str:
+    """An event of growth as a line for people."""
+    if event["action"] == "pruned":
+        return f"layer {event['layer']} switches off slot {event['slot']}, which idled"
+    change = f"change of {event['time']} (p = {event['p_value']:.2g}): {event['action']}"
+    if event["action"] != "enabled":
+        return change + (f" of kind {event['kind']}" if "kind" in event else "")
+    slots = ", ".join("none" if slot is None else str(slot) for slot in event["slots"])
+    loss = f"loss on its windows {event['loss_before']:.3f} to {event['loss_after']:.3f}"
+    return f"{change} {event['kind']}, slot per layer {slots}, {loss}"

@@ -41,6 +41,13 @@ class Done:
         assert last.startswith("run: "), self.out
         return Path(last.removeprefix("run: "))
 
+    def printed(self, name: str = "dynamic_tmoe") -> tuple[float, float]:
+        """mse and mae of a row in the printed table, with the few digits that it shows."""
+        assert self.status == 0, self.err
+        (line,) = [line for line in self.out.splitlines() if line.startswith(f"│ {name} ")]
+        cells = [cell.strip(" *").replace(",", "") for cell in line.strip("│").split("│")]
+        return float(cells[2]), float(cells[3])
+
     @property
     def refusal(self) -> str:
         """The one line in which the command was refused."""

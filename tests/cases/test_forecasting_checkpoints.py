@@ -50,14 +50,16 @@ def events(run: Path, name: str = "last") -> dict[str, Any]:
 
 
 def test_resumed_equals_uninterrupted(series: Path, whole: Path, tmp_path: Path) -> None:
-    run = train(tmp_path, series, "trainer.max_epochs=2", "model.dropout=0.1").run
-    assert len(losses(run)) == 2
-    here(["zoo.train", f"run={run}", "trainer.max_epochs=4"], tmp_path)
-    for metric in ("train/loss", "val/mse", "test/mse"):
-        assert losses(run, metric)[-1:] == pytest.approx(losses(whole, metric)[-1:], abs=1e-6), metric
-    assert losses(run) == pytest.approx(losses(whole), abs=1e-6)
-    assert losses(run, "val/mse") == pytest.approx(losses(whole, "val/mse"), abs=1e-6)
+    """Interrupted before the epoch in which an expert is added, and after it."""
+    run = train(tmp_path, series, "trainer.max_epochs=1", "model.dropout=0.1").run
+    for epochs in (2, 4):
+        assert here(["zoo.train", f"run={run}", f"trainer.max_epochs={epochs}"], tmp_path).status == 0
+        assert len(losses(run)) == epochs
+    for metric in ("train/loss", "val/mse"):
+        assert losses(run, metric) == pytest.approx(losses(whole, metric), abs=1e-6), metric
+    assert results(run)["dynamic_tmoe"]["metrics"] == results(whole)["dynamic_tmoe"]["metrics"]
     assert events(run) == events(whole)
+    assert any(event["action"] == "enabled" for event in events(run)["events"])
     ours, theirs = (
         load_checkpoint(path / "checkpoints" / "last.ckpt")["state_dict"] for path in (run, whole)
     )
@@ -106,11 +108,8 @@ def test_forecast_in_a_new_process_equals_the_one_in_this(
 
 
 def test_evaluation_of_a_reloaded_run_repeats_its_score(whole: Path, tmp_path: Path) -> None:
-    here(["zoo.train", f"run={whole}"], tmp_path)
-    repeated = here(["zoo.train", "test", f"run={whole}"], tmp_path)
-    assert repeated.status == 0
-    mse = results(whole)["dynamic_tmoe"]["metrics"]["mse"]
-    assert f"{mse:.5g}" in repeated.out.replace(" *", "")
+    mse, _ = here(["zoo.train", "test", f"run={whole}"], tmp_path).printed()
+    assert mse == pytest.approx(results(whole)["dynamic_tmoe"]["metrics"]["mse"], rel=1e-2)
 
 
 @pytest.fixture

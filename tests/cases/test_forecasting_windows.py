@@ -28,19 +28,10 @@ def test_naive_scores_all_fifteen_windows(spiked_run: Path) -> None:
 
 def test_trained_model_scores_the_same_for_any_batch_size(spiked_run: Path, tmp_path: Path) -> None:
     scores = {
-        size: _scores(
-            here(["zoo.train", "test", f"run={spiked_run}", f"data.batch_size={size}"], tmp_path).out
-        )
+        size: here(["zoo.train", "test", f"run={spiked_run}", f"data.batch_size={size}"], tmp_path).printed()
         for size in (1, 4, 7, 8, 15, 64)
     }
     expected = results(spiked_run)["dynamic_tmoe"]["metrics"]
     for size, (mse, mae) in scores.items():
-        assert mse == pytest.approx(expected["mse"], rel=1e-4), size
-        assert mae == pytest.approx(expected["mae"], abs=0.05), size  # as many digits as are printed
-
-
-def _scores(out: str) -> tuple[float, float]:
-    """mse and mae of the model in the printed table."""
-    (line,) = [line for line in out.splitlines() if line.startswith("│ dynamic_tmoe ")]
-    cells = [cell.strip(" *") for cell in line.strip("│").split("│")]
-    return float(cells[2].replace(",", "")), float(cells[3].replace(",", ""))
+        assert mse == pytest.approx(expected["mse"], rel=5e-4), size  # as many digits as are printed
+        assert mae == pytest.approx(expected["mae"], abs=0.05), size
