@@ -9,6 +9,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(shell cat pyproject.toml setup.py | cksum | tr ' ' '-')
+# One process per core, each with one thread; the tests of a file share what it has trained.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11 python
 
 .PHONY: help train setup test lint types coverage nightly benchmark clean
@@ -74,10 +76,10 @@ types: setup ## mypy over zoo, zoo.domains and zoo.data
 	@$(BIN)/mypy
 
 coverage: setup ## the tests with their coverage, without lint and types
-	@$(BIN)/python -m pytest --cov --cov-report=term
+	@$(PYTEST) --cov --cov-report=term
 
 nightly: setup ## the slow tests
-	@$(BIN)/python -m pytest -m "slow and not gpu and not network"
+	@$(PYTEST) -m "slow and not gpu and not network"
 
 benchmark: setup ## every script in benchmarks/, results into runs/benchmarks/
 	@mkdir -p runs/benchmarks

@@ -30,7 +30,7 @@ from zoo.files import write_text
 from zoo.moe import Context, RecurrentScorer
 
 WINDOWS, CHANNELS, LOOKBACK, HORIZON, BATCH = 8449, 7, 96, 96, 256  # ETTh1-96
-EPOCHS = 10  # of a typical base training, where early stopping ends it
+EPOCHS = 10  # of a base training
 
 
 class PlainTrend(nn.Module):

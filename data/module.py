@@ -56,8 +56,8 @@ class BatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.arange(self.length) if self.order is None else self.order(self.epoch())
-        missing = -self.length % self.ranks
-        share = torch.cat([order, order[:missing]])[self.rank :: self.ranks].tolist()
+        padded = torch.arange(self.length + -self.length % self.ranks) % self.length
+        share = order[padded][self.rank :: self.ranks].tolist()
         for start in range(0, len(share), self.batch_size):
             yield share[start : start + self.batch_size]
 
@@ -85,6 +85,10 @@ class ZooDataModule(pl.LightningDataModule):
             raise ValueError(f"data.num_workers={num_workers} must be at least 0")
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the trainer out: loader processes get a copy of this object with its :meth:`collate`."""
+        return {**self.__dict__, "trainer": None}
+
     @property
     def spec(self) -> Any:
         """Frozen dataclass of the facts that a model needs from the data; JSON-serialisable; valid after setup."""
@@ -105,8 +109,12 @@ class ZooDataModule(pl.LightningDataModule):
         """The samples of a split; valid after setup."""
         raise NotImplementedError
 
-    def collate(self, samples: Any) -> Any:
-        """From what the dataset returns to a typed batch."""
+    @staticmethod
+    def collate(samples: Any) -> Any:
+        """From what the dataset returns to a typed batch.
+
+        Best a function from the file of the dataset, for loader processes import the file that it is from.
+        """
         raise NotImplementedError
 
     def fingerprint(self) -> list[dict[str, str]]:
@@ -148,11 +156,17 @@ class ZooDataModule(pl.LightningDataModule):
         def order(epoch: int) -> torch.Tensor:
             return epoch_order(length, seed, epoch)
 
+        def epoch() -> int:
+            if trainer is None:
+                return 0
+            # Not current_epoch: when a resumed run fetches its first batches, that is still the epoch before.
+            return int(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+
         sampler = BatchSampler(
             length,
             self.batch_size,
             order if shuffle else None,
-            (lambda: trainer.current_epoch) if trainer is not None else (lambda: 0),
+            epoch,
             rank=trainer.global_rank if trainer is not None else 0,
             ranks=trainer.world_size if trainer is not None else 1,
         )

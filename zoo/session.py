@@ -155,12 +155,13 @@ def _fit(cli: ZooCLI, trainer: Trainer, job: _Job, checkpoint: Path | None) -> N
 def _test(cli: ZooCLI, trainer: Trainer, job: _Job, stored: Row | None = None) -> Row:
     """Test the best checkpoint and keep the row; without checkpoints (``fast_dev_run``) the network as it is."""
     best = str(job.folder / "checkpoints" / "best.ckpt") if stored else _best(trainer)
-    trainer.test(cli.task, datamodule=cli.data, ckpt_path=best, weights_only=True, verbose=False)
-    row = _own_row(cli, job.seed)
-    if stored:
-        return replace(row, seconds=stored.seconds)
     timer = next(item for item in trainer.callbacks if isinstance(item, Timer))  # type: ignore[attr-defined]
-    row = replace(row, seconds=timer.time_elapsed("train"))
+    # Read now: loading the best checkpoint adds the time that it was written at.
+    seconds = stored.seconds if stored else timer.time_elapsed("train")
+    trainer.test(cli.task, datamodule=cli.data, ckpt_path=best, weights_only=True, verbose=False)
+    row = replace(_own_row(cli, job.seed), seconds=seconds)
+    if stored:
+        return row
     if is_first_process():
         write_text(job.row_file, json.dumps(asdict(row), indent=2) + "\n")
     return row

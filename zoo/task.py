@@ -7,9 +7,10 @@ routing statistics, gathering over ranks, seeding and checkpoints live here.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -220,10 +221,12 @@ class ZooTask(pl.LightningModule):
                 f"lower model.lr={self.lr:g} or look at the data with python -m zoo.data check"
             )
         size = len(batch.index)
-        self.log("train/loss", total, prog_bar=True, on_step=False, on_epoch=True, batch_size=size)
+        # The mean over an epoch and over ranks.
+        settings: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": size}
+        self.log("train/loss", total, prog_bar=True, **settings)
         for name, term in terms.items():
             if len(terms) > 1:
-                self.log(f"train/{name}", term, on_step=False, on_epoch=True, batch_size=size)
+                self.log(f"train/{name}", term, **settings)
         return total
 
     def configure_optimizers(self) -> Any:
@@ -277,6 +280,7 @@ class ZooTask(pl.LightningModule):
         merged = {name: torch.cat([part[name] for part in self._gathered]) for name in self._gathered[0]}
         if self.trainer.world_size > 1:
             merged = {name: torch.cat(list(self.all_gather(value))) for name, value in merged.items()}
+            self._routing = _over_ranks(self._routing, self.trainer.world_size)
         # Ranks that ran out of samples repeated some: keep each once, in order.
         index = merged["index"].cpu()
         order = torch.argsort(index, stable=True)
@@ -297,6 +301,12 @@ class ZooTask(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Score the whole split at once, so that batch size and ranks cannot matter."""
         metrics, _ = self._finish_evaluation()
+        chosen_by = self.monitor.removeprefix("val/")
+        if not math.isfinite(metrics.get(chosen_by, 0.0)) and not self.trainer.sanity_checking:
+            raise UserError(
+                f"{self.monitor} became {metrics[chosen_by]} in epoch {self.current_epoch}, so that no checkpoint can "
+                f"be chosen: lower model.lr={self.lr:g} or look at the data with python -m zoo.data check"
+            )
         for name, value in metrics.items():
             # Scores are the same on every rank already, in float64 until here.
             self.log(f"val/{name}", value, prog_bar=f"val/{name}" == self.monitor)
@@ -342,6 +352,21 @@ class ZooTask(pl.LightningModule):
 def global_seed() -> int:
     """The seed given to ``seed_everything``, 0 if none was."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def _over_ranks(routing: dict[str, RouterStats], ranks: int) -> dict[str, RouterStats]:
+    """Statistics of all processes, which may have met different tags, added up."""
+    own = {
+        name: RouterStats(**{item.name: getattr(stats, item.name).cpu() for item in fields(stats)})
+        for name, stats in routing.items()
+    }
+    parts: list[dict[str, RouterStats]] = [{}] * ranks
+    torch.distributed.all_gather_object(parts, own)
+    merged: dict[str, RouterStats] = {}
+    for part in parts:
+        for name, stats in part.items():
+            merged[name] = merged[name] + stats if name in merged else stats
+    return merged
 
 
 def _mean(terms: Iterable[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from zoo.data.forecasting.generator import regimes
 from zoo.data.forecasting.reader import Aggregate, Fill, read_series
 from zoo.data.forecasting.series import Series
 from zoo.data.forecasting.splits import Borders, ratio_borders, require_windows
-from zoo.data.forecasting.windows import ForecastingSpec, WindowBatch, Windows
+from zoo.data.forecasting.windows import ForecastingSpec, Windows, whole_batch
 from zoo.data.module import Split, ZooDataModule
 from zoo.data.sources import locate
 from zoo.errors import UserError
@@ -77,6 +77,8 @@ class ForecastingData(ZooDataModule):
         self.rows = rows
         self.series: Series | None = None
         self._spec: ForecastingSpec | None = None
+
+    collate = staticmethod(whole_batch)
 
     @property
     def generated(self) -> bool:  # type: ignore[override]
@@ -152,11 +154,6 @@ class ForecastingData(ZooDataModule):
             lookback=self.lookback,
             horizon=self.horizon,
         )
-
-    def collate(self, samples: Any) -> WindowBatch:
-        """Batches come whole out of :class:`Windows`."""
-        batch: WindowBatch = samples
-        return batch
 
     def fingerprint(self) -> list[dict[str, str]]:
         """Name, file and sha256 of the series."""

@@ -85,6 +85,11 @@ class WindowBatch:
         return replace(self, **{name: move(tensor) for name, tensor in held.items() if tensor is not None})
 
 
+def whole_batch(samples: WindowBatch) -> WindowBatch:
+    """The batch as it comes out of :class:`Windows`."""
+    return samples
+
+
 class Windows(Dataset[WindowBatch]):
     """All windows whose targets lie in rows [start, stop), stride 1.
 

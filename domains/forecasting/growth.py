@@ -84,7 +84,7 @@ def grow(
         if slot is not None:
             network.pools()[layer].enable(slot, seed=seed + layer)
             _seat(network, layer, slot, batch)
-            _forget(optimizer, network, layer, slot)
+    forget(optimizer, network, slots)
     after = _pretrain(network, batch, slots, settings)
     return event | {"action": "enabled", "loss_before": before, "loss_after": after}
 
@@ -126,17 +126,17 @@ def prune(network: DynamicTMoE, idle: list[list[int]], patience: int) -> list[tu
 
     Args:
         network: the forecaster.
-        idle: per layer and slot, epochs in a row with next to no share of the routing.
+        idle: per layer and slot, epochs in a row with next to no share of the routing; empty before any was seen.
         patience: epochs.
 
     Returns:
         (layer, slot) of what was switched off.
     """
     removed = []
-    for layer, pool in enumerate(network.pools()):
+    for layer, (pool, counters) in enumerate(zip(network.pools(), idle, strict=False)):
         candidates = [
             (epochs, -slot)
-            for slot, epochs in enumerate(idle[layer])
+            for slot, epochs in enumerate(counters)
             if slot >= pool.base and bool(pool.enabled[slot]) and epochs >= patience
         ]
         if candidates:
@@ -179,23 +179,20 @@ def _seat(network: DynamicTMoE, layer: int, slot: int, batch: WindowBatch) -> No
         out.bias[slot] = last_place.median()
 
 
-def _trainable(network: DynamicTMoE, slots: list[int | None]) -> list[tuple[Tensor, int | None]]:
-    """Parameters of the new experts, and of their rows in the routers with the row's number."""
-    chosen: list[tuple[Tensor, int | None]] = []
-    for layer, slot in enumerate(slots):
-        if slot is not None:
-            chosen += [(parameter, None) for parameter in network.pools()[layer].experts[slot].parameters()]
-            out = network.scorers()[layer].out
-            chosen += [(out.weight, slot), (out.bias, slot)]
-    return chosen
-
-
 def _pretrain(
     network: DynamicTMoE, batch: WindowBatch, slots: list[int | None], settings: GrowthSettings
 ) -> float:
-    """Fit the new experts to the regime's windows with all else frozen; returns the best loss."""
-    chosen = _trainable(network, slots)
-    parameters = [parameter for parameter, _ in chosen]
+    """Fit the new experts to the regime's windows with all else frozen; returns the best loss.
+
+    The router is frozen too: it would learn to avoid an expert that knows nothing yet, and out of the choice there
+    is no gradient that leads back.
+    """
+    parameters = [
+        parameter
+        for pool, slot in zip(network.pools(), slots, strict=True)
+        if slot is not None
+        for parameter in pool.experts[slot].parameters()
+    ]
     optimizer = torch.optim.Adam(parameters, lr=settings.lr)
     best, kept, stale = math.inf, [p.detach().clone() for p in parameters], 0
     for step in range(settings.steps + 1):
@@ -207,13 +204,9 @@ def _pretrain(
         if stale >= settings.patience or step == settings.steps:
             break
         # torch.autograd.grad leaves .grad of the frozen parameters, and the hooks of DDP, alone.
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        for (parameter, row), gradient in zip(chosen, gradients, strict=True):
-            parameter.grad = torch.zeros_like(parameter)
-            if gradient is not None and row is None:
-                parameter.grad.copy_(gradient)
-            elif gradient is not None:
-                parameter.grad[row] = gradient[row]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
@@ -235,15 +228,15 @@ def _loss(network: DynamicTMoE, batch: WindowBatch) -> float:
         return float(_error(network, batch))
 
 
-def _forget(optimizer: torch.optim.Optimizer, network: DynamicTMoE, layer: int, slot: int) -> None:
-    """Clear what the optimiser remembers of a slot that starts afresh."""
-    for parameter, row in _trainable(
-        network, [slot if at == layer else None for at in range(len(network.pools()))]
-    ):
-        state = optimizer.state.get(parameter, {})
-        if row is None:
-            optimizer.state.pop(parameter, None)
+def forget(optimizer: torch.optim.Optimizer, network: DynamicTMoE, slots: list[int | None]) -> None:
+    """Clear what the optimiser remembers of slots, one per layer or None, that start afresh."""
+    for layer, slot in enumerate(slots):
+        if slot is None:
             continue
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name in state:
-                state[name][row] = 0.0
+        pool, scorer = network.pools()[layer], network.scorers()[layer]
+        for parameter in pool.experts[slot].parameters():
+            optimizer.state.pop(parameter, None)
+        for stacked in (scorer.out.weight, scorer.out.bias):
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in optimizer.state.get(stacked, {}):
+                    optimizer.state[stacked][name][slot] = 0.0

@@ -32,7 +32,7 @@ def forecast_figure(
     upper: ArrayLike | None,
     columns: Sequence[str],
     truth: ArrayLike | None = None,
-    expert_share: ArrayLike | None = None,
+    expert_share: Mapping[str, ArrayLike] | None = None,
     title: str = "",
 ) -> Figure:
     """Draw history, forecast and interval of every column, and below which experts made each step.
@@ -46,7 +46,7 @@ def forecast_figure(
         upper: (H, C) upper end of the interval, or None.
         columns: C names; the first eight are drawn and the title counts the rest.
         truth: (H, C) what came, where it is known.
-        expert_share: (H, E) share of each expert in each step, summing to one.
+        expert_share: by expert, (H,) share in each step; all sum to one.
         title: Heading.
 
     Returns:
@@ -68,7 +68,7 @@ def forecast_figure(
         tidy(axes[place], columns[place])
     legend(axes[0])
     if expert_share is not None:
-        _experts(axes[-1], future, np.asarray(expert_share))
+        _experts(axes[-1], future, expert_share)
     axes[-1].set_xlabel("time", fontsize=SMALL, color=MUTED)
     _date_labels(axes[-1], past)
     return made
@@ -214,11 +214,11 @@ def _interval(
     axes.fill_between(future, *ends, color=ORANGE, alpha=0.25, linewidth=0, label="interval")
 
 
-def _experts(axes: Axes, future: NDArray[Any], share: NDArray[Any]) -> None:
+def _experts(axes: Axes, future: NDArray[Any], share: Mapping[str, ArrayLike]) -> None:
     """Stack the experts' shares of each step."""
-    names = [f"expert {index}" for index in range(share.shape[1])]
-    colours = [colour(index) for index in range(share.shape[1])]
-    axes.stackplot(future, share.T, labels=names, colors=colours, alpha=0.85, linewidth=0)
+    colours = [colour(index) for index in range(len(share))]
+    stacked = [np.asarray(values) for values in share.values()]
+    axes.stackplot(future, stacked, labels=list(share), colors=colours, alpha=0.85, linewidth=0)
     tidy(axes, "share of each expert")
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -228,6 +228,6 @@ def _experts(axes: Axes, future: NDArray[Any], share: NDArray[Any]) -> None:
 def _date_labels(axes: Axes, times: NDArray[Any]) -> None:
     """Use short date labels where the axis is one of dates."""
     if np.issubdtype(times.dtype, np.datetime64):
-        locator = AutoDateLocator(maxticks=8)  # type: ignore[no-untyped-call]
+        locator = AutoDateLocator(maxticks=8)
         axes.xaxis.set_major_locator(locator)
-        axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
+        axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))

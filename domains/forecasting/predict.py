@@ -35,14 +35,14 @@ class Continuation(Prediction):
         series: what was continued.
         values: (H, C).
         radius: (H, C) half-width of the interval, or None.
-        share: (H, E) share of each expert, or None for networks without.
+        share: by expert, (H,) its share in each row; empty for networks without experts.
         drift: the drift report, JSON-ready.
     """
 
     series: Series | None = None
     values: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     radius: np.ndarray | None = None
-    share: np.ndarray | None = None
+    share: dict[str, np.ndarray] = field(default_factory=dict)
     drift: dict[str, Any] = field(default_factory=dict)
 
 
@@ -162,7 +162,7 @@ class ForecastingPredictor(Predictor[Series, Continuation]):
             lower,
             upper,
             spec.columns,
-            expert_share=row.share,
+            expert_share=row.share or None,
             title=f"{series.name}: the next {self.horizon} rows",
         )
         return save(made, stem.with_suffix(".png"))
@@ -193,8 +193,7 @@ class ForecastingPredictor(Predictor[Series, Continuation]):
                     wide = float(radius[step, place] * std[place])
                     line[f"{name}_lower"] = float(values[step, place]) - wide if np.isfinite(wide) else ""
                     line[f"{name}_upper"] = float(values[step, place]) + wide if np.isfinite(wide) else ""
-            if share is not None:
-                line |= {f"expert_{slot}_{kind}": float(share[step, slot]) for slot, kind in self._experts()}
+            line |= {f"share_{expert}": float(part[step]) for expert, part in share.items()}
             table.append(line)
         drift = self._drift(series)
         self.reports[series.path] = drift
@@ -215,12 +214,11 @@ class ForecastingPredictor(Predictor[Series, Continuation]):
             drift=drift,
         )
 
-    def _experts(self) -> list[tuple[int, str]]:
-        """Slots that are switched on, with their kind."""
-        enabled = self.task.net.pools()[0].enabled.tolist()  # type: ignore[union-attr, operator]
-        for pool in self.task.net.pools():  # type: ignore[union-attr, operator]
-            enabled = [one or other for one, other in zip(enabled, pool.enabled.tolist(), strict=True)]
-        return [(slot, kind) for slot, kind in enumerate(self.task.net.kinds) if enabled[slot]]  # type: ignore[union-attr, arg-type]
+    def _by_expert(self, shares: np.ndarray) -> dict[str, np.ndarray]:
+        """Columns of shares (H, E) by slot and kind, of the slots that are switched on in some layer."""
+        enabled = np.any([pool.enabled.numpy() for pool in self.task.net.pools()], axis=0)  # type: ignore[union-attr, operator]
+        kinds = self.task.net.kinds  # type: ignore[union-attr]
+        return {f"{slot}_{kinds[slot]}": shares[:, slot] for slot in np.flatnonzero(enabled)}  # type: ignore[index]
 
     def _radius(self) -> np.ndarray | None:
         """Half-widths for every forecast row, z-scored; infinite where the model was not calibrated."""
@@ -232,8 +230,8 @@ class ForecastingPredictor(Predictor[Series, Continuation]):
         wide[:known] = radius[:known].numpy()
         return wide
 
-    def _forecast(self, series: Series) -> tuple[np.ndarray, np.ndarray | None]:
-        """Forecast (H, C) in units of the file, and the experts' shares (H, E)."""
+    def _forecast(self, series: Series) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Forecast (H, C) in units of the file, and each expert's shares (H,)."""
         import torch
 
         from zoo.data.forecasting.module import scaled
@@ -256,7 +254,7 @@ class ForecastingPredictor(Predictor[Series, Continuation]):
                 past = torch.cat([past, forecast.y[0]])[-spec.lookback :]
                 done += spec.horizon
         values = torch.cat(parts)[: self.horizon].double().numpy() * np.array(spec.std) + np.array(spec.mean)
-        return values, torch.cat(shares)[: self.horizon].numpy() if shares else None
+        return values, self._by_expert(torch.cat(shares)[: self.horizon].numpy()) if shares else {}
 
     def _drift(self, series: Series) -> dict[str, Any]:
         """Change points of the series, and how far its last window lies outside the training rows."""

@@ -14,7 +14,7 @@ from zoo.data.forecasting.windows import ForecastingSpec, WindowBatch
 from zoo.domains.forecasting import calibration, metrics
 from zoo.domains.forecasting.drift import detect
 from zoo.domains.forecasting.evaluation import baseline_forecaster, fitted_baselines, test_sums
-from zoo.domains.forecasting.growth import GrowthSettings, grow, prune, regime_windows, remember
+from zoo.domains.forecasting.growth import GrowthSettings, forget, grow, prune, regime_windows, remember
 from zoo.domains.forecasting.network import DynamicTMoE, Forecast
 from zoo.results import Row
 from zoo.task import Losses, Schedule, ZooTask, derive_seed, global_seed
@@ -39,7 +39,7 @@ class ForecastingTask(ZooTask):
         router: "memory" (recurrent over patches) or "linear".
         router_width: width of the memory router's state.
         repository: whether the memory router recalls states of anomalies met in training.
-        relation: which experts mix channels by the cyclic relation: "drift", "all" or "none".
+        relation: which experts mix channels by the cyclic relation: "all", those that growth adds ("drift") or "none".
         profile: whether a learned shape of the cycle is taken off and put back.
         dropout: in the network.
         loss: "mae" (robust to the outliers of drifting series), "mse" or "huber".
@@ -76,7 +76,7 @@ class ForecastingTask(ZooTask):
         router: Literal["memory", "linear"] = "memory",
         router_width: int = 32,
         repository: bool = True,
-        relation: Literal["drift", "all", "none"] = "drift",
+        relation: Literal["drift", "all", "none"] = "all",
         profile: bool = True,
         dropout: float = 0.2,
         loss: Literal["mae", "mse", "huber"] = "mae",
@@ -255,13 +255,10 @@ class ForecastingTask(ZooTask):
 
     def count_parameters(self) -> tuple[int, int]:
         """Slots that are switched off are not active."""
-        total = sum(parameter.numel() for parameter in self.parameters())
-        off = 0
+        total, off = sum(parameter.numel() for parameter in self.parameters()), 0
         for pool in self.net.pools() if isinstance(self.net, DynamicTMoE) else []:
-            for slot, enabled in enumerate(pool.enabled.tolist()):  # type: ignore[union-attr]
-                off += (
-                    0 if enabled else sum(parameter.numel() for parameter in pool.experts[slot].parameters())
-                )
+            for expert, enabled in zip(pool.experts, pool.enabled.tolist(), strict=True):
+                off += 0 if enabled else sum(parameter.numel() for parameter in expert.parameters())
         return total, total - off
 
     def calibrate(self, datamodule: ForecastingData, directory: Path) -> None:
@@ -286,11 +283,16 @@ class ForecastingTask(ZooTask):
         """Handle the next change point, on rank 0, and give the outcome to all."""
         if not self.growth or self.current_epoch < self.warmup_epochs:
             return
+        known = len(self.events)
         state = self._tick() if self.trainer.is_global_zero else None
         if self.trainer.world_size > 1:
             state = self.trainer.strategy.broadcast(state)
             weights, self.events, self.memories, self.idle = state  # type: ignore[misc]
             self._network().load_state_dict(weights)
+            if not self.trainer.is_global_zero:
+                # Each rank has its own optimiser, and all must take the same steps.
+                for event in self.events[known:]:
+                    forget(self.trainer.optimizers[0], self._network(), event.get("slots", []))
 
     def on_validation_epoch_end(self) -> None:
         """Score, and count for how many epochs each expert has idled."""

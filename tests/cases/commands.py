@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import json
+import logging
 import math
 import os
 import sys
@@ -60,10 +61,7 @@ class Done:
 
 
 def here(words: Sequence[object], cwd: Path) -> Done:
-    """Run ``["zoo.train", "domain=…", …]`` in this process, which has loaded torch already, from a folder.
-
-    What is logged does not come back: its handler keeps the stream of the first command of a process.
-    """
+    """Run ``["zoo.train", "domain=…", …]`` in this process, which has loaded torch already, from a folder."""
     module, *rest = map(str, words)
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -72,6 +70,8 @@ def here(words: Sequence[object], cwd: Path) -> Done:
         contextlib.redirect_stderr(err),
         mock.patch.dict(os.environ, {"COLUMNS": "160"}),
         mock.patch.object(sys, "argv", [module]),
+        # The handler of an earlier command keeps that command's stream.
+        mock.patch.object(logging.getLogger("zoo"), "handlers", []),
     ):
         status = __import__(module, fromlist=["main"]).main(rest)
     return Done(status, out.getvalue(), err.getvalue())

@@ -122,7 +122,7 @@ def test_duplicates_are_merged_on_request(steps: tuple[Path, Path], tmp_path: Pa
 
 
 def test_shuffled_rows_train_as_ordered_ones(steps: tuple[Path, Path], tmp_path: Path) -> None:
-    path, run = steps
+    _, run = steps
     order = np.random.default_rng(0).permutation(200)
     shuffled = write(tmp_path / "steps.csv", hours(200)[order], y=order % 24)
     done = train(tmp_path, shuffled, "trainer.max_epochs=1", lookback=24, horizon=6)

@@ -84,8 +84,9 @@ def test_every_change_point_has_its_date_score_and_p_value(
     first, second = report["change_points"]
     assert (abs(first["row"] - 1000) <= WINDOW, abs(second["row"] - 2000) <= WINDOW) == (True, True)
     for point in (first, second):
-        days, hour = divmod(point["row"], 24)
-        assert np.datetime64(point["time"]) == np.datetime64("2020-01-01T00") + np.timedelta64(point["row"], "h")
+        assert np.datetime64(point["time"]) == np.datetime64("2020-01-01T00") + np.timedelta64(
+            point["row"], "h"
+        )
         assert 0 < point["p_value"] <= 0.01
         assert point["score"] > 0
         assert point["channels"] == ["y"]
@@ -133,7 +134,7 @@ def test_log_is_the_same_for_the_same_seed(
     run = tmp_path / done.stdout.splitlines()[-1].removeprefix("run: ")
     assert growth(run) == growth(changing.run)
     assert "change points" in done.stderr
-    assert "'action': 'enabled'" in done.stderr
+    assert ": enabled" in done.stderr
 
 
 def test_without_growth_there_is_none_and_no_log(series: dict[str, Path], tmp_path: Path) -> None:
@@ -175,5 +176,8 @@ def digest(task: ForecastingTask) -> str:
 
 def test_test_stage_changes_nothing_either(changing: Done, series: dict[str, Path], tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in changing.run.rglob("*.ckpt")}
-    assert here(["zoo.train", "test", f"run={changing.run}", f"data.path={series['late']}"], tmp_path).status == 0
+    assert (
+        here(["zoo.train", "test", f"run={changing.run}", f"data.path={series['late']}"], tmp_path).status
+        == 0
+    )
     assert {path: path.read_bytes() for path in before} == before

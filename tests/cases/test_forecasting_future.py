@@ -33,7 +33,7 @@ def test_the_command_continues_the_file(sawtooth: tuple[Path, Path], tmp_path: P
         "sawtooth-drift.png",
         "sawtooth.png",
     ]
-    shares = table.filter(like="expert_").to_numpy()
+    shares = table.filter(like="share_").to_numpy()
     assert shares.shape == (12, 4)
     assert shares.sum(1) == pytest.approx(1, abs=1e-5)
     assert "no 90% interval: 19 validation windows, 50 are needed" in done.stdout

@@ -85,6 +85,19 @@ def metrics(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_seconds_are_those_of_the_training_alone(train: Train) -> None:
+    status, out, _ = train("domain=toy", "rows=model")
+    assert status == 0
+    folder = folder_of(out)
+    elapsed = {
+        name: torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)["callbacks"]["Timer"]
+        for name in ("best", "last")
+    }
+    until = {name: float(state["time_elapsed"]["train"]) for name, state in elapsed.items()}
+    seconds = json.loads((folder / "row.json").read_text())["seconds"]
+    assert until["last"] <= seconds < until["last"] + until["best"]
+
+
 def test_one_command_fits_tests_and_leaves_a_whole_run_folder(train: Train) -> None:
     status, out, _ = train("domain=toy", "data=long")
     folder = folder_of(out)

@@ -1,4 +1,4 @@
-"""The router: scorer ► selector ► gate, outside autocast: in the precision of its own weights, fp32 from the logits on."""
+"""The router: scorer ► selector ► gate, outside autocast; fp32 from the logits on."""
 
 from __future__ import annotations
 

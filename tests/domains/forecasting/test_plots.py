@@ -63,11 +63,13 @@ class TestForecast:
         assert len(made.axes[0].collections) == 0
 
     def test_experts_are_stacked_to_one(self) -> None:
-        share = np.tile([0.25, 0.75], (4, 1))
-        made = forecast(1, expert_share=share)
+        made = forecast(1, expert_share={"0_trend": np.full(4, 0.25), "1_seasonal": np.full(4, 0.75)})
         tops = [band.get_paths()[0].vertices[:, 1].max() for band in made.axes[1].collections]
         assert tops == pytest.approx([0.25, 1.0])
-        assert [text.get_text() for text in made.axes[1].get_legend().get_texts()] == ["expert 0", "expert 1"]
+        assert [text.get_text() for text in made.axes[1].get_legend().get_texts()] == [
+            "0_trend",
+            "1_seasonal",
+        ]
 
     def test_many_columns_are_cut_and_counted(self) -> None:
         made = forecast(MAX_COLUMNS + 3, title="wide.csv")
@@ -93,7 +95,10 @@ class TestDrift:
         marks = [entry for entry in made.axes[1].lines if len(entry.get_xdata()) == 2]
         assert [entry.get_xdata()[0] for entry in marks] == [times[40], times[80]]
         assert [entry.get_linestyle() for entry in marks] == [":", "-"]
-        assert [text.get_text() for text in made.axes[0].texts] == ["trend\np = 0.0099", "season\np = 0.005"]
+        assert [text.get_text() for text in made.axes[0].texts] == [
+            "trend\np = 0.0099",
+            "seasonal\np = 0.005",
+        ]
         assert made.get_suptitle() == "2 change points"
 
     def test_crowded_texts_are_left_out(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -52,7 +53,7 @@ def test_parts_add_up_to_the_whole(cuts, seed):
     x, mask = torch.randn(40, 6), torch.rand(40) < 0.8
     whole = RouterStats.of(router(x, mask))
     borders = [0, *sorted(cuts), 40]
-    parts = [RouterStats.of(router(x[a:b], mask[a:b])) for a, b in zip(borders, borders[1:], strict=False)]
+    parts = [RouterStats.of(router(x[a:b], mask[a:b])) for a, b in itertools.pairwise(borders)]
     total = sum(parts[1:], parts[0])
     assert torch.equal(total.counts, whole.counts)
     assert torch.equal(total.tokens, whole.tokens)
@@ -84,6 +85,19 @@ def test_nothing_counted_gives_zeros():
     assert summary["load"] == summary["share"] == [0.0] * 4
     assert summary["entropy"] == summary["max_violation"] == 0.0
     assert summary["tokens"] == 0
+
+
+def test_an_expert_that_is_off_is_not_dead():
+    router = Router(LinearScorer(6, 4), TopK(2))
+    with torch.no_grad():
+        router.scorer.out.weight.copy_(torch.tensor([2.0, 1.0, 3.0, 0.0])[:, None])
+    summary = RouterStats.of(
+        router(torch.ones(5, 6), enabled=torch.tensor([True, True, False, True]))
+    ).summary()
+    assert summary["off"] == [2]
+    assert summary["dead"] == [3]
+    assert summary["load"] == [0.5, 0.5, 0.0, 0.0]
+    assert summary["max_violation"] == pytest.approx(0.5)  # an even load over the three on offer is a third
 
 
 def test_statistics_carry_no_gradient():
