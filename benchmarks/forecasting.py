@@ -30,6 +30,7 @@ from zoo.files import write_text
 from zoo.moe import Context, RecurrentScorer
 
 WINDOWS, CHANNELS, LOOKBACK, HORIZON, BATCH = 8449, 7, 96, 96, 256  # ETTh1-96
+DROPOUT = 0.3  # of the base size, as is all else that build() reads
 EPOCHS = 10  # of a base training
 
 
@@ -39,7 +40,9 @@ class PlainTrend(nn.Module):
     def __init__(self, dim: int, kernel: int) -> None:
         super().__init__()
         self.kernel = kernel
-        self.net = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(0.4), nn.Linear(2 * dim, dim))
+        self.net = nn.Sequential(
+            nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(DROPOUT), nn.Linear(2 * dim, dim)
+        )
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """Map tokens (..., P, D)."""
@@ -56,7 +59,7 @@ class PlainSeasonal(nn.Module):
         super().__init__()
         self.mix = nn.Sequential(nn.Linear(2 * dim, 2 * dim), nn.Tanh(), nn.Linear(2 * dim, 2 * dim))
         self.wave, self.join = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-        self.out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(0.4))
+        self.out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(DROPOUT))
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """Map tokens (..., P, D)."""
@@ -92,8 +95,8 @@ class PlainScorer(RecurrentScorer):
     """Memory router with a cell that is called patch by patch."""
 
     def __init__(self, dim: int, num_experts: int, hidden: int, memory: nn.Module | None) -> None:
-        super().__init__(dim, num_experts, hidden, 0.4, memory)
-        self.dropout = nn.Dropout(0.4)
+        super().__init__(dim, num_experts, hidden, DROPOUT, memory)
+        self.dropout = nn.Dropout(DROPOUT)
         self.cell = nn.GRUCell(hidden, hidden)
 
     def states(self, x: Tensor) -> Tensor:
@@ -115,7 +118,7 @@ def build(dense: bool = False) -> DynamicTMoE:
         lookback=LOOKBACK,
         horizon=HORIZON,
         cycle=24,
-        dropout=0.4,
+        dropout=DROPOUT,
         dense=dense,
         **base_settings(),
     )
@@ -156,7 +159,7 @@ def straightforward() -> DynamicTMoE:
     for module in network.modules():
         for name, child in module.named_children():
             if type(child).__name__ == "ByteDropout":
-                setattr(module, name, nn.Dropout(0.4))
+                setattr(module, name, nn.Dropout(DROPOUT))
     return network
 
 
@@ -168,10 +171,14 @@ def grown() -> DynamicTMoE:
     return network
 
 
-def step(network: DynamicTMoE, past: Tensor, future: Tensor, phase: Tensor) -> None:
-    """Forward and backward of one batch."""
-    network.zero_grad(set_to_none=True)
+def step(
+    network: DynamicTMoE, optimizer: torch.optim.Optimizer, past: Tensor, future: Tensor, phase: Tensor
+) -> None:
+    """One training step."""
+    optimizer.zero_grad(set_to_none=True)
     (network(past, phase).y - future).abs().mean().backward()
+    nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
 
 
 def kept_bytes(network: DynamicTMoE, past: Tensor, future: Tensor, phase: Tensor) -> int:
@@ -205,12 +212,17 @@ def measure(rounds: int) -> dict[str, Any]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for network in variants.values():
-        step(network.train(), past, future, phase)
+        network.train()
+    optimizers = {
+        name: torch.optim.AdamW(network.parameters(), lr=1e-4) for name, network in variants.items()
+    }
+    for name, network in variants.items():
+        step(network, optimizers[name], past, future, phase)
     order = np.random.default_rng(0)
     for _ in range(rounds):
         for name in order.permutation(list(variants)).tolist():
             start = time.perf_counter()
-            step(variants[name], past, future, phase)
+            step(variants[name], optimizers[name], past, future, phase)
             seconds[name].append(time.perf_counter() - start)
     rows = {}
     for name, times in seconds.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 import pytorch_lightning as pl
@@ -124,10 +123,6 @@ class ZooDataModule(pl.LightningDataModule):
     def notices(self) -> list[str]:
         """What to tell a user about the data before training on them, one line each; valid after setup."""
         return []
-
-    def facts(self) -> dict[str, Any]:
-        """The spec as plain data."""
-        return asdict(self.spec)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Training samples in an order that depends on seed and epoch alone, so that resuming repeats nothing."""

@@ -20,7 +20,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 from pytorch_lightning.loggers import Logger
 
-from zoo.callbacks import EpochLine, LogFile, RoutingReport
+from zoo.callbacks import BestCheckpoint, EpochLine, LogFile, RoutingReport
 from zoo.errors import UserError
 from zoo.parser import ZooParser
 from zoo.registry import Domain, resolve
@@ -102,7 +102,7 @@ class ZooCLI(LightningCLI):
         parser.add_argument(
             "--seeds", type=PositiveInt, default=1, help="How many seeds each row is trained with."
         )
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.add_lightning_class_args(EarlyStopping, "early_stopping")
         task: Any = self._model_class
         parser.set_defaults(
@@ -159,9 +159,11 @@ class ZooCLI(LightningCLI):
             return Trainer(**{**settings, **changed, "callbacks": self._callbacks(training)})
 
     def _callbacks(self, training: bool) -> list[Callback]:
-        """The user's own, and what every training has; early stopping of the user's stands for ours."""
+        """What every training has, and the user's own, whose early stopping stands for ours."""
         settings = self._get(self.config_init, "trainer")
-        callbacks: list[Callback] = _listed(settings.callbacks)
+        own: list[Callback] = _listed(settings.callbacks)
+        callbacks: list[Callback] = []
+        # Ours first: Lightning and the epoch lines take the first checkpoint callback for the one that counts.
         if settings.enable_checkpointing is not False:
             callbacks.append(self._get(self.config_init, "checkpoint"))
             # Lightning's save_last writes only when the best improves; a run must resume from its last epoch.
@@ -169,7 +171,8 @@ class ZooCLI(LightningCLI):
                 filename="last", save_on_train_epoch_end=True, enable_version_counter=False
             )
             callbacks.append(last)
-        if not any(isinstance(callback, EarlyStopping) for callback in callbacks):
+        callbacks += own
+        if not any(isinstance(callback, EarlyStopping) for callback in own):
             callbacks.append(self._get(self.config_init, "early_stopping"))
         return [*callbacks, Timer(), EpochLine(), LogFile(), RoutingReport()] if training else callbacks
 

@@ -103,6 +103,8 @@ def _job(typed: Sequence[str]) -> _Job:
     if "input" not in texts:
         raise UserError("input= is missing: name a file, a folder or a pattern, such as input=my.csv")
     run = _run_folder(name, texts)
+    if "run" not in texts:
+        print(f"run: {run} (the newest; another by run=DIR)")
     paths = _expand(texts["input"], predictor.suffixes)
     return _Job(
         domain=name,

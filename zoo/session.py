@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shlex
@@ -16,7 +17,7 @@ import yaml
 from pytorch_lightning import Trainer, seed_everything
 from pytorch_lightning.callbacks import Timer
 
-from zoo.cli import ZooCLI
+from zoo.cli import ZooCLI, told_in_one_line
 from zoo.environment import hardware, versions
 from zoo.errors import UserError
 from zoo.files import write_text
@@ -68,6 +69,8 @@ def run(words: Words, given: list[str]) -> int:
 
 
 def _train(cli: ZooCLI, words: Words, given: list[str]) -> None:
+    if cli.settings.trainer.limit_val_batches == 0:
+        raise UserError("trainer.limit_val_batches=0 leaves nothing to choose the best epoch by")
     folder = words.run or new_folder(words.domain.name, words.name, cli.settings.trainer.default_root_dir)
     checkpoint = _start(cli, folder, resume=words.run is not None)
     if words.run and checkpoint:
@@ -76,7 +79,7 @@ def _train(cli: ZooCLI, words: Words, given: list[str]) -> None:
     jobs = _plan(cli, folder) if whole else [_Job(network=cli.task.network, seed=_seed(cli), folder=folder)]
     stored = _stored(jobs[0], cli)
     trainer = cli.build_trainer(folder, training=stored is None)
-    _rehearse(cli)
+    _rehearse(cli, {job.network for job in jobs})
     with opened(folder), _continuable(folder):
         command = write_environment(folder, given) if is_first_process() else ""
         if stored is None:
@@ -125,14 +128,18 @@ def _seed(cli: ZooCLI) -> int:
     return int(seed)
 
 
-def _rehearse(cli: ZooCLI) -> None:
-    """Read the data and build the network without memory, so that what cannot work is refused before a start.
+def _rehearse(cli: ZooCLI, networks: set[str]) -> None:
+    """Read the data and build the networks without memory, so that what cannot work is refused before a start.
 
     What a user should know about the data is told here.
     """
-    cli.data.prepare_data()
-    cli.data.setup("fit")
-    shapes(cli.task, cli.data.spec)
+    with told_in_one_line():
+        cli.data.prepare_data()
+        cli.data.setup("fit")
+        for network in sorted(networks):
+            task = copy.copy(cli.task)
+            task.network = network
+            shapes(task, cli.data.spec)
     for line in cli.data.notices():
         _tell(line)
 
@@ -155,9 +162,8 @@ def _fit(cli: ZooCLI, trainer: Trainer, job: _Job, checkpoint: Path | None) -> N
 def _test(cli: ZooCLI, trainer: Trainer, job: _Job, stored: Row | None = None) -> Row:
     """Test the best checkpoint and keep the row; without checkpoints (``fast_dev_run``) the network as it is."""
     best = str(job.folder / "checkpoints" / "best.ckpt") if stored else _best(trainer)
-    timer = next(item for item in trainer.callbacks if isinstance(item, Timer))  # type: ignore[attr-defined]
     # Read now: loading the best checkpoint adds the time that it was written at.
-    seconds = stored.seconds if stored else timer.time_elapsed("train")
+    seconds = stored.seconds if stored else _training_time(trainer)
     trainer.test(cli.task, datamodule=cli.data, ckpt_path=best, weights_only=True, verbose=False)
     row = replace(_own_row(cli, job.seed), seconds=seconds)
     if stored:
@@ -165,6 +171,11 @@ def _test(cli: ZooCLI, trainer: Trainer, job: _Job, stored: Row | None = None) -
     if is_first_process():
         write_text(job.row_file, json.dumps(asdict(row), indent=2) + "\n")
     return row
+
+
+def _training_time(trainer: Trainer) -> float:
+    timer = next(item for item in trainer.callbacks if isinstance(item, Timer))  # type: ignore[attr-defined]
+    return timer.time_elapsed("train")
 
 
 def _best(trainer: Trainer) -> str | None:

@@ -82,18 +82,13 @@ class ZooTask(pl.LightningModule):
         z: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, value, low in (("lr", lr, 0.0), ("weight_decay", weight_decay, 0.0), ("clip", clip, 0.0)):
-            if not value >= low or (name == "lr" and value == 0):
-                raise ValueError(
-                    f"model.{name}={value} must be {'above' if name == 'lr' else 'at least'} {low:g}"
-                )
-        self.network, self.lr, self.weight_decay, self.schedule, self.clip = (
-            network,
-            lr,
-            weight_decay,
-            schedule,
-            clip,
-        )
+        if not lr > 0:
+            raise ValueError(f"model.lr={lr} must be above 0")
+        for name, value in {"weight_decay": weight_decay, "clip": clip, "balance": balance, "z": z}.items():
+            if not value >= 0:
+                raise ValueError(f"model.{name}={value} must be at least 0")
+        self.network, self.schedule = network, schedule
+        self.lr, self.weight_decay, self.clip = lr, weight_decay, clip
         self.balance, self.z = balance, z
         self.net = None
         self.spec: Any = None
@@ -196,9 +191,9 @@ class ZooTask(pl.LightningModule):
         if self.net is None:
             self.build(spec)
         elif spec != self.spec:
-            # What the data keep of their own is their name, under which a score is reported.
             self.datamodule.conform(spec)
-            self.spec = self.datamodule.spec
+            # Anew, because the columns may be others than those it was built for.
+            self.build(self.datamodule.spec)
 
     # -- training
 
@@ -243,8 +238,13 @@ class ZooTask(pl.LightningModule):
         if self.schedule == "decay":
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.8 ** max(epoch - 1, 0))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
-        steps = int(self.trainer.estimated_stepping_batches)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        steps = self.trainer.estimated_stepping_batches
+        if not 0 < steps < math.inf:
+            raise UserError("model.schedule=cosine needs an end: set trainer.max_epochs")
+        # A function of the step alone, so that a run that is continued for longer follows the longer curve.
+        cosine = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -103,7 +103,10 @@ def report_missing(values: pd.DataFrame, stamp: StampText, report: Report, fill:
             "missing", f"missing values: {shortlist(missing)}; fill=mask keeps them out of every score"
         )
     elif missing:
-        report.warn("missing", f"missing values filled ({fill}) and never scored: {shortlist(missing)}")
+        ahead = "; linear looks ahead, so scores on this file do too" if fill == "linear" else ""
+        report.warn(
+            "missing", f"missing values filled ({fill}) and never scored: {shortlist(missing)}{ahead}"
+        )
     elif not empty.any():
         report.ok("missing", "no missing values")
 

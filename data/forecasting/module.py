@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from zoo.data.forecasting.catalogue import named_set, read_named
-from zoo.data.forecasting.generator import regimes
+from zoo.data.forecasting.generator import START, regimes
 from zoo.data.forecasting.reader import Aggregate, Fill, read_series
 from zoo.data.forecasting.series import Series
 from zoo.data.forecasting.splits import Borders, ratio_borders, require_windows
@@ -33,7 +33,8 @@ class ForecastingData(ZooDataModule):
         name: "regimes" (generated), or a public set such as "ETTh1"; ignored when ``path`` is given.
         path: CSV file of one's own.
         columns: columns to forecast; all by default.
-        known_future: columns whose future is known, such as calendars or day-ahead forecasts.
+        known_future: columns whose future is known, such as calendars or day-ahead forecasts; null takes those of a
+            public set, [] none.
         lookback: rows seen.
         horizon: rows forecast.
         fill: cells without a value: "none" refuses, "mask" leaves them out of the score, "linear", "last".
@@ -70,7 +71,8 @@ class ForecastingData(ZooDataModule):
         if lookback < 1 or horizon < 1:
             raise ValueError(f"data.lookback={lookback} and data.horizon={horizon} must be at least 1")
         self.set_name, self.path = name, path
-        self.columns, self.known_future = columns, tuple(known_future or ())
+        self.columns = columns
+        self.known_future = None if known_future is None else tuple(known_future)
         self.lookback, self.horizon = lookback, horizon
         self.fill, self.aggregate, self.date_format, self.freq = fill, aggregate, date_format, freq
         self.ridge_center = ridge_center
@@ -184,17 +186,17 @@ class ForecastingData(ZooDataModule):
 
     def _read(self) -> Series:
         if self.generated:
-            return _generated_series(self.rows, self.seed, self.known_future)
+            return _generated_series(self.rows, self.seed, self.columns, self.known_future or ())
         words: dict[str, Any] = {
             "fill": self.fill,
             "aggregate": self.aggregate,
             "date_format": self.date_format,
             "freq": self.freq,
         }
-        if self.known_future:
+        if self.known_future is not None:
             words["known_future"] = self.known_future
         if self.columns is not None:
-            words["columns"] = [*self.columns, *self.known_future]
+            words["columns"] = [*self.columns, *(self.known_future or ())]
         if self.path is not None:
             return read_series(self.path, **words)
         return replace(read_named(self.set_name, **words), name=self.set_name)
@@ -242,23 +244,34 @@ def scaled(
     return torch.from_numpy(values.astype(np.float32)), torch.from_numpy(series.observed[:, order])
 
 
-def _generated_series(rows: int, seed: int, known_future: tuple[str, ...]) -> Series:
+def _generated_series(
+    rows: int, seed: int, columns: list[str] | None, known_future: tuple[str, ...]
+) -> Series:
     made = regimes(rows=rows, seed=seed)
-    unknown = [name for name in known_future if name not in made.known_columns]
-    if unknown:
-        raise UserError(
-            f"data.known_future={','.join(unknown)}: the generated series offers {', '.join(made.known_columns)}"
-        )
-    keep = [made.known_columns.index(name) for name in known_future]
-    values = np.concatenate([made.values, made.known[:, keep]], axis=1)
+    columns = list(made.columns) if columns is None else columns
+    for word, wanted, there in (
+        ("columns", columns, made.columns),
+        ("known_future", known_future, made.known_columns),
+    ):
+        if unknown := [name for name in wanted if name not in there]:
+            raise UserError(
+                f"data.{word}={','.join(unknown)}: the generated series offers {', '.join(there)}"
+            )
+    values = np.concatenate(
+        [
+            made.values[:, [made.columns.index(name) for name in columns]],
+            made.known[:, [made.known_columns.index(name) for name in known_future]],
+        ],
+        axis=1,
+    )
     return Series(
         name=GENERATED,
         path=GENERATED,
         sha256=hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest(),
-        time=np.datetime64("2020-01-01", "ns") + np.arange(len(values)) * np.timedelta64(1, "h"),
+        time=np.datetime64(START, "ns") + np.arange(len(values)) * np.timedelta64(1, "h"),
         values=values,
         observed=np.ones(values.shape, dtype=bool),
-        columns=(*made.columns, *known_future),
+        columns=(*columns, *known_future),
         known_future=known_future,
         freq="h",
         zone=None,

@@ -12,11 +12,11 @@ A walk that wanders for longer than a group of blocks has no regimes: it is told
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .mmd import Array, Splits, by_group, gaussian_kernels, unbiased_mmd
 
@@ -70,10 +70,27 @@ class DriftReport:
     window: int
     alpha: float
 
-    def regime(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Regime of each row: 0 before the first change point, rising by one at each."""
-        borders = np.array([point.row for point in self.change_points], dtype=np.int64)
-        return np.searchsorted(borders, rows, side="right").astype(np.int64)
+    def described(
+        self, stamps: Sequence[str], columns: Sequence[str], start: int = 0
+    ) -> list[dict[str, Any]]:
+        """The change points as JSON-ready records, with dates and names.
+
+        Args:
+            stamps: Date of each row.
+            columns: Name of each column.
+            start: Number of the first row in the whole series.
+        """
+        return [
+            {
+                "row": start + point.row,
+                "time": stamps[point.row],
+                "score": point.score,
+                "p_value": point.p_value,
+                "kind": point.kind,
+                "channels": [columns[channel] for channel in point.channels],
+            }
+            for point in self.change_points
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,19 +36,23 @@ def test_sums(forecaster: Forecaster, windows: Windows) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def fitted_baselines(data: ForecastingData) -> list[Baseline]:
-    """The yardsticks, fitted on the training windows; seasonal_naive where the lookback holds a cycle."""
+def fitted_baselines(data: ForecastingData) -> tuple[list[Baseline], dict[str, str]]:
+    """The yardsticks fitted on the training windows, and by name why one could not be."""
     spec, windows = data.spec, data.dataset("train")
-    chosen: list[Baseline] = [Naive()]
-    if 1 < spec.cycle <= spec.lookback:
-        chosen.append(SeasonalNaive(spec.cycle))
-    chosen.append(Ridge(data.ridge_center))
-    starts = torch.from_numpy(windows.starts())
-    sizes = (windows.lookback, windows.horizon)
-    return [
-        baseline.fit(windows.values, starts, *sizes, observed=windows.observed, known=windows.known)
-        for baseline in chosen
-    ]
+    given = (windows.values, torch.from_numpy(windows.starts()), windows.lookback, windows.horizon)
+    fitted: list[Baseline] = [Naive().fit(*given)]
+    refused: dict[str, str] = {}
+    if spec.cycle <= spec.lookback:
+        fitted.append(SeasonalNaive(spec.cycle).fit(*given))
+    else:
+        reason = f"a lookback of {spec.lookback} holds no cycle of {spec.cycle} rows"
+        refused["seasonal_naive"] = f"no mse and mae: {reason}"
+    try:
+        ridge = Ridge(data.ridge_center).fit(*given, observed=windows.observed, known=windows.known)
+        fitted.append(ridge)
+    except ValueError as error:
+        refused["ridge"] = f"no mse and mae: {error}"
+    return fitted, refused
 
 
 def baseline_forecaster(baseline: Baseline) -> Forecaster:

@@ -21,6 +21,8 @@ from zoo.domains.forecasting.network.repository import AnomalyRepository
 from zoo.domains.forecasting.regimes import residual_kind
 from zoo.moe import ExpertPool
 
+_SHORTEST = 4  # steps of a horizon below which residuals show no pattern but fluctuation
+
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthSettings:
@@ -74,7 +76,9 @@ def grow(
         windows before and after.
     """
     error = residuals(network, batch)
-    kind, scores = residual_kind(error.flatten(0, 1).double().numpy(force=True), seed=seed)
+    kind, scores = "fluctuation", dict[str, float]()
+    if error.shape[-1] >= _SHORTEST:
+        kind, scores = residual_kind(error.flatten(0, 1).double().numpy(force=True), seed=seed)
     slots = [_free_slot(network, pool, kind) for pool in network.pools()]
     event: dict[str, object] = {"kind": kind, "scores": scores, "slots": slots}
     if all(slot is None for slot in slots):

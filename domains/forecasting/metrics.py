@@ -6,7 +6,6 @@ each: ``rows - horizon + 1`` of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -16,7 +15,7 @@ PROTOCOL = "all windows, stride 1, z-scored by train"
 
 
 def window_sums(forecast: Tensor, target: Tensor, observed: Tensor | None = None) -> dict[str, Tensor]:
-    """Sums of errors of each window, in float64.
+    """Sums of errors of each window, in float64 where the device has it.
 
     Args:
         forecast: ``(B, H, C)``.
@@ -27,7 +26,9 @@ def window_sums(forecast: Tensor, target: Tensor, observed: Tensor | None = None
         ``squared``, ``absolute``, ``count`` per channel ``(B, C)``, and the same with suffix ``_step`` per
         step of the horizon ``(B, H)``. Unobserved cells count nowhere, whatever value they hold.
     """
-    error = (forecast - target).double()
+    error = forecast - target
+    if error.device.type != "mps":  # which has no float64
+        error = error.double()
     count = torch.ones_like(error) if observed is None else observed.to(error.dtype)
     if observed is not None:
         error = error.masked_fill(~observed.bool(), 0.0)
@@ -60,11 +61,3 @@ def horizon_curve(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Errors of each step of the horizon: ``mse`` and ``mae``, ``(H,)``; NaN where nothing was observed."""
     count = sums["count_step"].sum(dim=0)
     return {"mse": sums["squared_step"].sum(dim=0) / count, "mae": sums["absolute_step"].sum(dim=0) / count}
-
-
-def skill(error: float, reference: float) -> float:
-    """Part of the reference's error that is saved: 1 is perfect, 0 no better, negative worse.
-
-    NaN if the reference makes no error.
-    """
-    return 1 - error / reference if reference > 0 else math.nan

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def draw_test(task: ForecastingTask, data: ForecastingData, directory: Path) -> list[Path]:
     """Draw the test split and the training rows' change points into a run folder; returns the files."""
     forecasters: dict[str, Forecaster] = {task.network: network_forecaster(task)}
-    forecasters |= {item.name: baseline_forecaster(item) for item in fitted_baselines(data)}
+    forecasters |= {item.name: baseline_forecaster(item) for item in fitted_baselines(data)[0]}
     windows = data.dataset("test")
     sums = {name: test_sums(forecaster, windows) for name, forecaster in forecasters.items()}
     curves = {name: horizon_curve(parts)["mse"].numpy() for name, parts in sums.items()}

@@ -276,17 +276,7 @@ class ForecastingPredictor(Predictor[Series, Continuation]):
             "checks": report.checks,
             "flagged": report.flagged,
             "outside_training_regime": outside,
-            "change_points": [
-                {
-                    "row": point.row,
-                    "time": stamps[point.row],
-                    "score": point.score,
-                    "p_value": point.p_value,
-                    "kind": point.kind,
-                    "channels": [spec.columns[channel] for channel in point.channels],
-                }
-                for point in report.change_points
-            ],
+            "change_points": report.described(stamps, spec.columns),
             "trained_changes": self.task.change_points or [],
             "growth": self.task.events,
         }

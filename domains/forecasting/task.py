@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -101,6 +102,16 @@ class ForecastingTask(ZooTask):
             balance=balance,
             z=z,
         )
+        for name, value, low, high in (
+            ("dropout", dropout, 0.0, 0.99),
+            ("warmup_epochs", warmup_epochs, 0, math.inf),
+            ("prune_share", prune_share, 0.0, 1.0),
+            ("prune_patience", prune_patience, 1, math.inf),
+            ("drift_slots", drift_slots, 0, math.inf),
+            ("drift_alpha", drift_alpha, 1e-6, 0.5),
+        ):
+            if not low <= value <= high:
+                raise ValueError(f"model.{name}={value} must lie in {low:g}..{high:g}")
         self.save_hyperparameters()
         self.width, self.layers, self.patch, self.stride, self.dropout = width, layers, patch, stride, dropout
         self.experts, self.drift_slots, self.top_k = tuple(experts), drift_slots, top_k
@@ -185,11 +196,15 @@ class ForecastingTask(ZooTask):
 
     def _ablated(self) -> list[str]:
         """Mechanisms of the model that its settings switch off."""
+        memory = self.router == "memory"
         present = {
             "growth": self.growth,
-            "memory router": self.router == "memory",
-            "repository": self.repository or self.router != "memory",
+            "memory router": memory,
+            # The repository lives in the memory router, and is written where growth looks at change points.
+            "repository": self.repository and memory and self.growth,
             "heterogeneous experts": len(set(self.experts)) > 1,
+            "cyclic relation": self.relation != "none",
+            "cycle profile": self.profile,
         }
         return [name for name, on in present.items() if not on]
 
@@ -231,11 +246,11 @@ class ForecastingTask(ZooTask):
     def baselines(self, datamodule: ForecastingData) -> list[Row]:
         """naive, seasonal_naive and ridge on all test windows."""
         windows, spec = datamodule.dataset("test"), datamodule.spec
+        fitted, refused = fitted_baselines(datamodule)
         scores: dict[str, dict[str, float | None]] = {
             baseline.name: dict(metrics.score(test_sums(baseline_forecaster(baseline), windows)))
-            for baseline in fitted_baselines(datamodule)
+            for baseline in fitted
         }
-        without = f"no mse and mae: a lookback of {spec.lookback} holds no cycle of {spec.cycle} rows"
         return [
             Row(
                 name=name,
@@ -248,7 +263,7 @@ class ForecastingTask(ZooTask):
                 n_unit=self.n_unit,
                 metrics=scores.get(name, {"mse": None, "mae": None}),
                 units=self.units,
-                notes="" if name in scores else without,
+                notes=refused.get(name, ""),
             )
             for name in ("naive", "seasonal_naive", "ridge")
         ]
@@ -294,10 +309,9 @@ class ForecastingTask(ZooTask):
                 for event in self.events[known:]:
                     forget(self.trainer.optimizers[0], self._network(), event.get("slots", []))
 
-    def on_validation_epoch_end(self) -> None:
-        """Score, and count for how many epochs each expert has idled."""
-        super().on_validation_epoch_end()
-        if self.growth and not self.trainer.sanity_checking:
+    def on_train_epoch_end(self) -> None:
+        """Count for how many epochs each expert has idled, by the last validation."""
+        if self.growth and self._routing:
             self._count_idle()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -340,34 +354,25 @@ class ForecastingTask(ZooTask):
             alpha=self.drift_alpha,
             seed=derive_seed("drift", global_seed()) % 2**32,
         )
-        stamps = data.series.format_time(data.series.time[start:stop])  # type: ignore[union-attr]
         points = len(report.change_points)
         log.info("drift: %d of %d checks flagged, %d change points", report.flagged, report.checks, points)
-        return [
-            {
-                "row": start + point.row,
-                "time": stamps[point.row],
-                "score": point.score,
-                "p_value": point.p_value,
-                "kind": point.kind,
-                "channels": [data.spec.columns[channel] for channel in point.channels],
-            }
-            for point in report.change_points
-        ]
+        series = data.series
+        stamps = [] if series is None else series.format_time(series.time[start:stop])
+        return report.described(stamps, data.spec.columns, start)
 
     def _tick(self) -> tuple[Any, ...]:
-        """One epoch's growth: prune, handle the next change point, refresh the repository."""
+        """One epoch's growth: prune, refresh the repository, handle the next change point."""
         network = self._network()
         points = self.change_points or []
         for layer, slot in prune(network, self.idle, self.prune_patience):
             self._record({"action": "pruned", "layer": layer, "slot": slot})
+        for regime, picks in self.memories.items():
+            batch = self._regime(regime, points)
+            if batch is not None:
+                remember(network, batch, regime, picks)
         handled = sum("row" in event for event in self.events)
         if handled < len(points):
             self._handle(handled, points)
-        for regime, picks in self.memories.items():
-            batch = self._regime(regime, points)
-            if batch is not None and regime != handled + 1:
-                remember(network, batch, regime, picks)
         return network.state_dict(), self.events, self.memories, self.idle
 
     def _regime(self, regime: int, points: list[dict[str, Any]]) -> WindowBatch | None:

@@ -17,7 +17,7 @@ logger = logging.getLogger("zoo.routing")
 
 
 class RoutingReport(Callback):
-    """Writes ``routing.json`` and ``routing.png`` after every validation and test.
+    """Writes ``routing.json`` after every validation and test, and ``routing.png`` at the end of a fit or test.
 
     It asks the task for ``routing_summary()``: by layer a dict with ``load`` (shares per expert),
     ``entropy``, ``max_violation``, ``dead`` (experts without work) and ``share`` (by tag, shares per expert).
@@ -31,15 +31,21 @@ class RoutingReport(Callback):
     def __init__(self, folder: str | None = None) -> None:
         super().__init__()
         self.folder = folder
+        self._last: tuple[str, dict[str, Any]] | None = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report on the validation split, except after the sanity check."""
         if not trainer.sanity_checking:
             self._report(trainer, pl_module, "validation")
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the last validation, and warn of experts without work."""
+        self._conclude(trainer)
+
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report on the test split, over the report on validation."""
         self._report(trainer, pl_module, "test")
+        self._conclude(trainer)
 
     def _report(self, trainer: Trainer, pl_module: LightningModule, split: str) -> None:
         summarise = getattr(pl_module, "routing_summary", None)
@@ -49,15 +55,26 @@ class RoutingReport(Callback):
             return
         for target in trainer.loggers:
             target.log_metrics(tags(layers), step=trainer.global_step)
-        folder = Path(self.folder or trainer.default_root_dir)
         record = {"split": split, "epoch": trainer.current_epoch, "layers": layers}
-        write_text(folder / "routing.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-        save(load_figure(layers, f"Expert load, {split}"), folder / "routing.png")
+        write_text(
+            self._path(trainer, "routing.json"), json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+        )
+        self._last = split, layers
+
+    def _conclude(self, trainer: Trainer) -> None:
+        if self._last is None:
+            return
+        split, layers = self._last
+        self._last = None
+        save(load_figure(layers, f"Expert load, {split}"), self._path(trainer, "routing.png"))
         for name, entry in layers.items():
             if dead := _count(entry["dead"]):
                 logger.warning(
                     "%s: %d of %d experts get no tokens (%s)", name, dead, len(entry["load"]), split
                 )
+
+    def _path(self, trainer: Trainer, name: str) -> Path:
+        return Path(self.folder or trainer.default_root_dir) / name
 
 
 def tags(layers: dict[str, dict[str, Any]]) -> dict[str, float]:

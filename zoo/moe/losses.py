@@ -13,6 +13,8 @@ from zoo.moe.routing import Routing
 def balance_loss(routing: Routing, convention: Literal["switch", "hf"] = "switch") -> Tensor:
     """E · Σ_e f_e P_e with f the share of choices and P the mean probability of expert e; 1 when uniform.
 
+    E counts the experts that are switched on.
+
     Args:
         routing: one layer's decisions; f is a count and carries no gradient.
         convention: "switch" divides the counts by K (Fedus et al. 2021, eq. 4), "hf" does not.
@@ -22,7 +24,8 @@ def balance_loss(routing: Routing, convention: Literal["switch", "hf"] = "switch
         return routing.probs.sum() * 0.0
     counts = routing.counts().to(probs.dtype)
     share = counts / counts.sum().clamp_min(1)
-    loss = routing.num_experts * (share * probs.mean(0)).sum()
+    offered = (routing.logits > -torch.inf).any(0).sum()
+    loss = offered * (share * probs.mean(0)).sum()
     return loss * routing.index.shape[1] if convention == "hf" else loss
 
 

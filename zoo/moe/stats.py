@@ -38,13 +38,16 @@ class RouterStats:
         valid = (routing.valid & alive[:, None]).flatten()
         index = routing.index.flatten()
         counts = torch.zeros(routing.num_experts, dtype=torch.int64, device=index.device)
-        weights = torch.zeros(routing.num_experts, dtype=torch.float64, device=index.device)
+        weights = torch.zeros(routing.num_experts, device=index.device)
         probs = routing.probs.detach()
         entropy = -torch.special.xlogy(probs, probs).sum(-1)
         return cls(
             counts=counts.scatter_add_(0, index, valid.long()),
-            weights=weights.scatter_add_(0, index, routing.weight.detach().flatten().double() * valid),
-            entropy=entropy[alive].double().sum(),
+            # Doubles only off the device: not every accelerator has them.
+            weights=weights.scatter_add_(0, index, routing.weight.detach().flatten().float() * valid)
+            .cpu()
+            .double(),
+            entropy=entropy[alive].sum().cpu().double(),
             offered=(routing.logits.detach()[alive] > -torch.inf).sum(0),
             tokens=alive.sum(),
         )

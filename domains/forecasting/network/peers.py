@@ -5,6 +5,8 @@ Shapes: B windows, L lookback, H horizon, C channels, P patches, D width.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -51,7 +53,6 @@ class PatchTST(nn.Module):
         stride: step between patches.
         width: D.
         depth: Transformer blocks.
-        heads: attention heads.
         dropout: in blocks and head.
 
     Reference: Nie et al. 2023 (arXiv 2211.14730), with pre-norm blocks.
@@ -66,7 +67,6 @@ class PatchTST(nn.Module):
         stride: int = 8,
         width: int = 64,
         depth: int = 2,
-        heads: int = 4,
         dropout: float = 0.2,
     ) -> None:
         super().__init__()
@@ -75,7 +75,10 @@ class PatchTST(nn.Module):
         self.embed = nn.Linear(patch, width)
         self.position = nn.Parameter(0.02 * torch.randn(steps, width))
         self.blocks = nn.Sequential(
-            *(Block(width, heads, mlp_ratio=2.0, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
+            *(
+                Block(width, math.gcd(4, width), mlp_ratio=2.0, qkv_bias=True, proj_drop=dropout)
+                for _ in range(depth)
+            )
         )
         self.norm = nn.LayerNorm(width)
         self.dropout = ByteDropout(dropout)

@@ -152,14 +152,12 @@ def test_series_shorter_than_two_windows_is_not_checked(rows):
     assert (report.checks, report.flagged, report.change_points) == (0, 0, ())
 
 
-def test_regime_counts_the_change_points_passed():
-    points = tuple(
-        ChangePoint(row=row, score=1.0, p_value=0.001, kind="trend", channels=(0,)) for row in (10, 20)
-    )
-    report = DriftReport(change_points=points, checks=5, flagged=2, window=8, alpha=0.01)
-    assert report.regime(np.array([0, 9, 10, 19, 20, 99])).tolist() == [0, 0, 1, 1, 2, 2]
-    empty = DriftReport(change_points=(), checks=0, flagged=0, window=8, alpha=0.01)
-    assert empty.regime(np.array([0, 99])).tolist() == [0, 0]
+def test_records_carry_dates_and_names():
+    point = ChangePoint(row=2, score=1.0, p_value=0.001, kind="trend", channels=(1,))
+    report = DriftReport(change_points=(point,), checks=5, flagged=2, window=8, alpha=0.01)
+    assert report.described(["x", "y", "z"], ["a", "b"], start=10) == [
+        {"row": 12, "time": "z", "score": 1.0, "p_value": 0.001, "kind": "trend", "channels": ["b"]}
+    ]
 
 
 def test_bad_input_is_refused_with_its_values():

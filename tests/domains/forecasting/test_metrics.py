@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from zoo.domains.forecasting.metrics import horizon_curve, score, skill, window_sums
+from zoo.domains.forecasting.metrics import horizon_curve, score, window_sums
 
 LOOKBACK, HORIZON = 24, 6
 
@@ -56,9 +56,3 @@ def test_sums_agree_with_numpy_and_skip_unobserved_cells():
 def test_nothing_observed_scores_nan():
     zeros = torch.zeros(2, 3, 1)
     assert math.isnan(score(window_sums(zeros, zeros, zeros.bool()))["mse"])
-
-
-def test_skill():
-    assert skill(0.25, 1.0) == 0.75
-    assert skill(2.0, 1.0) == -1.0
-    assert math.isnan(skill(1.0, 0.0))
