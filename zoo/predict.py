@@ -103,19 +103,19 @@ def _job(typed: Sequence[str]) -> _Job:
     if "input" not in texts:
         raise UserError("input= is missing: name a file, a folder or a pattern, such as input=my.csv")
     run = _run_folder(name, texts)
-    if "run" not in texts:
-        print(f"run: {run} (the newest; another by run=DIR)")
-    paths = _expand(texts["input"], predictor.suffixes)
-    return _Job(
+    job = _Job(
         domain=name,
         predictor=predictor,
         run=run,
-        paths=paths,
+        paths=_expand(texts["input"], predictor.suffixes),
         out=_free_folder(Path(texts.get("out") or f"predictions/{name}/{datetime.now():%Y%m%d-%H%M%S}")),
         pictures=bool(values["pictures"]),
         words={word: values[word] for word in predictor.words},
         command=shlex.join(["python", "-m", "zoo.predict", *typed]),
     )
+    if "run" not in texts:
+        print(f"note: predicting with the newest run, {run}; name another by run=DIR", file=sys.stderr)
+    return job
 
 
 def _split(typed: Sequence[str]) -> dict[str, str]:
