@@ -26,6 +26,9 @@ class Sum(Prediction):
     value: float = 0.0
 
 
+NEWEST = "note: predicting with the newest run, runs/sums/20260102-000000-b; name another by run=DIR"
+
+
 class Summing(Predictor[tuple[str, str], Sum]):
     """Adds up the numbers of every line of a text file; one line is one item."""
 
@@ -123,7 +126,7 @@ class TestOutput:
         assert json.loads(Path("o/summary.json").read_text()) == {"mode": "sum"}
         shown = capsys.readouterr()
         assert shown.out.splitlines() == ["mode was sum", "predicted 2 of 2 items", "out: o"]
-        assert shown.err == ""
+        assert shown.err == f"{NEWEST}\n"
 
     def test_record_says_how_it_was_made(self) -> None:
         predict.main(["domain=sums", "input=in.txt", "out=o", "digits=0"])
@@ -153,6 +156,7 @@ class TestOutput:
         shown = capsys.readouterr()
         assert shown.out.splitlines()[-2:] == ["predicted 4 of 6 items (2 refused, see status.csv)", "out: o"]
         assert shown.err.splitlines() == [
+            NEWEST,
             "refused: a.txt#1: 'x' holds no numbers",
             "note: a.txt#2: empty line counts as zero",
             "refused: b.txt: b.txt: is empty",
