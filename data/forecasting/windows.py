@@ -76,6 +76,10 @@ class WindowBatch:
         """The same batch on another device."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def floats(self, dtype: torch.dtype) -> WindowBatch:
+        """The same batch with its values in another precision."""
+        return self._each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
     def pin_memory(self) -> WindowBatch:
         """The same batch in page-locked memory."""
         return self._each(lambda tensor: tensor.pin_memory())

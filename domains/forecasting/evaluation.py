@@ -63,11 +63,11 @@ def baseline_forecaster(baseline: Baseline) -> Forecaster:
 def network_forecaster(task: torch.nn.Module) -> Forecaster:
     """A trained task as a forecaster: evaluation mode, no gradients, answers on the CPU."""
     task.eval()
-    device = next(task.parameters()).device
+    weight = next(task.parameters())
 
     @torch.no_grad()
     def forecast(batch: WindowBatch) -> Tensor:
-        y: Tensor = task(batch.to(device)).y
-        return y.cpu()
+        y: Tensor = task(batch.to(weight.device).floats(weight.dtype)).y
+        return y.cpu().to(batch.past.dtype)
 
     return forecast

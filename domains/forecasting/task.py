@@ -382,7 +382,7 @@ class ForecastingTask(ZooTask):
         batch = regime_windows(
             data.dataset("train"), points[regime - 1]["row"], stop, GrowthSettings().windows
         )
-        return None if batch is None else batch.to(self.device)
+        return None if batch is None else batch.to(self.device).floats(self.dtype)  # type: ignore[arg-type]
 
     def _handle(self, number: int, points: list[dict[str, Any]]) -> None:
         point = {key: points[number][key] for key in ("row", "time", "p_value")}

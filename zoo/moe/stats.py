@@ -38,7 +38,7 @@ class RouterStats:
         valid = (routing.valid & alive[:, None]).flatten()
         index = routing.index.flatten()
         counts = torch.zeros(routing.num_experts, dtype=torch.int64, device=index.device)
-        weights = torch.zeros(routing.num_experts, device=index.device)
+        weights = torch.zeros(routing.num_experts, dtype=torch.float32, device=index.device)
         probs = routing.probs.detach()
         entropy = -torch.special.xlogy(probs, probs).sum(-1)
         return cls(

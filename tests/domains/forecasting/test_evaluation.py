@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.cases.commands import results, three_regimes, train, write
 from zoo.data.forecasting.module import ForecastingData
@@ -31,3 +32,13 @@ def test_two_steps_ahead_grow_a_fluctuation_expert(tmp_path: Path) -> None:
     assert done.status == 0, done.err
     assert "enabled fluctuation" in (done.run / "log.txt").read_text()
     assert results(done.run)["dynamic_tmoe"]["n"] == 600 - 2 + 1
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_growth_calibration_and_pictures_in_other_precisions(tmp_path: Path, precision: str) -> None:
+    path = write(tmp_path / "regimes.csv", y=three_regimes())
+    done = train(tmp_path, path, "trainer.max_epochs=2", f"trainer.precision={precision}")
+    assert done.status == 0, done.err
+    assert "enabled" in (done.run / "log.txt").read_text()
+    assert (done.run / "windows.png").is_file()
+    assert results(done.run)["dynamic_tmoe"]["metrics"]["mse"] < 2
