@@ -46,12 +46,12 @@ def fitted_baselines(data: ForecastingData) -> tuple[list[Baseline], dict[str, s
         fitted.append(SeasonalNaive(spec.cycle).fit(*given))
     else:
         reason = f"a lookback of {spec.lookback} holds no cycle of {spec.cycle} rows"
-        refused["seasonal_naive"] = f"no mse and mae: {reason}"
+        refused["seasonal_naive"] = f"{reason} (mse, mae)"
     try:
         ridge = Ridge(data.ridge_center).fit(*given, observed=windows.observed, known=windows.known)
         fitted.append(ridge)
     except ValueError as error:
-        refused["ridge"] = f"no mse and mae: {error}"
+        refused["ridge"] = f"{error} (mse, mae)"
     return fitted, refused
 
 

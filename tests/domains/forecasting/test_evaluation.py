@@ -23,7 +23,7 @@ def test_yardsticks_without_a_fit_have_null_metrics_and_a_reason(tmp_path: Path)
     assert rows["naive"].metrics["mse"] is not None
     assert rows["ridge"].metrics == {"mse": None, "mae": None}
     assert "none of 251 training windows is complete" in rows["ridge"].notes
-    assert rows["seasonal_naive"].notes == "no mse and mae: a lookback of 20 holds no cycle of 24 rows"
+    assert rows["seasonal_naive"].notes == "a lookback of 20 holds no cycle of 24 rows (mse, mae)"
 
 
 def test_two_steps_ahead_grow_a_fluctuation_expert(tmp_path: Path) -> None:
