@@ -38,7 +38,14 @@ class Workshop:
     def make(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run make with these words, and nothing of a make above this test."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
-        settings = {"PYTHON": str(self.folder / "stub"), "NOTES": str(self.notes), "LC_ALL": "C"}
+        # Make runs a word such as a!=id before it reads the Makefile, in the SHELL of the environment, and complains
+        # in a line of its own where there is none, as under some service managers.
+        settings = {
+            "SHELL": "/bin/sh",
+            "PYTHON": str(self.folder / "stub"),
+            "NOTES": str(self.notes),
+            "LC_ALL": "C",
+        }
         return subprocess.run(
             ["make", *words],
             cwd=self.folder,
