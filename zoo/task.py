@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.errors import UserError
-from zoo.moe import MoEOutput, RouterStats, balance_loss, z_loss
+from zoo.moe import MoE, MoEOutput, RouterStats, SelectionBias, balance_loss, z_loss
+from zoo.moe.soft import SoftMoE
 from zoo.results import Row
 
 Schedule = Literal["constant", "decay", "cosine"]
@@ -31,7 +32,9 @@ class Losses:
 
     Attributes:
         named: weighted terms by name; their sum is minimised.
-        moe: outputs of the batch's Mixture-of-Experts layers, for the auxiliary losses.
+        moe: outputs of the batch's Mixture-of-Experts layers, for the auxiliary losses and for the selection biases of
+            routers; where a router has one, an output of every layer, in the order of the network's modules. Terms in
+            an output's own ``losses`` are for the domain to weigh and to name here.
     """
 
     named: dict[str, Tensor]
@@ -47,10 +50,15 @@ def derive_seed(*parts: object) -> int:
 class ZooTask(pl.LightningModule):
     """Base of all tasks.
 
+    Auxiliary losses are means over layers and over a batch's tokens, added to the mean loss of the batch, so that their
+    weight depends on neither the number of processes nor accumulation. The z-loss of a batch is the mean of those of
+    its equal parts. The balance loss is not: each micro-batch of each process counts its own choices, and has to be
+    even by itself.
+
     Args:
         network: name of the network to train, one of the domain's rows.
         lr: peak learning rate of AdamW.
-        weight_decay: of weights with two or more dimensions.
+        weight_decay: of weights with two or more dimensions, stacked biases aside.
         schedule: "constant", "decay" (two epochs at full rate, then × 0.8 per epoch) or "cosine" (to zero over
             the run, per step).
         clip: largest norm of the gradient; 0 leaves it alone.
@@ -96,6 +104,7 @@ class ZooTask(pl.LightningModule):
         self.test_metrics: dict[str, float] = {}
         self._gathered: list[dict[str, Tensor]] = []
         self._routing: dict[str, RouterStats] = {}
+        self._choices: dict[SelectionBias, Tensor] = {}
 
     # -- what a domain fills in
 
@@ -204,6 +213,7 @@ class ZooTask(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One batch's total loss."""
         losses = self.training_loss(batch)
+        self._count_choices(losses.moe)
         terms = dict(losses.named)
         if losses.moe and self.balance:
             terms["balance"] = self.balance * _mean(balance_loss(output.routing) for output in losses.moe)
@@ -226,8 +236,13 @@ class ZooTask(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW, weight decay on matrices only, and the chosen schedule."""
-        matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
-        others = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                # The biases of stacked experts are (E, F).
+                matrix = parameter.ndim >= 2 and not name.endswith("bias")
+                (matrices if matrix else others).append(parameter)
         groups = [
             {"params": matrices, "weight_decay": self.weight_decay},
             {"params": others, "weight_decay": 0.0},
@@ -248,9 +263,44 @@ class ZooTask(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip the gradient."""
+        """Clip the gradient, and move the routers' selection biases by the choices of the whole step."""
         if self.clip:
             nn.utils.clip_grad_norm_(self.parameters(), self.clip)
+        if self._choices:
+            self._move_biases()
+
+    def _count_choices(self, outputs: list[MoEOutput]) -> None:
+        """Add a micro-batch's choices to those of the step, for every router with a selection bias."""
+        modules = () if self.net is None else self.net.modules()
+        biases = [
+            module.router.bias if isinstance(module, MoE) else None
+            for module in modules
+            if isinstance(module, (MoE, SoftMoE))
+        ]
+        if all(bias is None for bias in biases):
+            return
+        if len(biases) != len(outputs):
+            raise ValueError(
+                f"the network has {len(biases)} Mixture-of-Experts layers, some with a selection bias, but "
+                f"training_loss handed up {len(outputs)} outputs: it must return one per layer, in order, as Losses.moe"
+            )
+        for bias, output in zip(biases, outputs, strict=True):
+            # A layer in evaluation mode is frozen.
+            if bias is not None and bias.training:
+                # Counted here and not in the layer, which runs again where activations are recomputed.
+                counts = output.routing.counts()
+                self._choices[bias] = self._choices[bias] + counts if bias in self._choices else counts
+
+    def _move_biases(self) -> None:
+        counts = torch.cat(list(self._choices.values()))
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(counts)
+        sizes = [len(part) for part in self._choices.values()]
+        layers = [module for module in self.modules() if isinstance(module, MoE)]
+        enabled = {layer.router.bias: layer.experts.enabled for layer in layers}
+        for bias, part in zip(self._choices, torch.split(counts, sizes), strict=True):
+            bias.update(part, enabled[bias])
+        self._choices = {}
 
     # -- evaluation
 

@@ -1,18 +1,17 @@
-"""Banks of experts: initialisation, idle experts, and the pool that grows."""
+"""Field banks: idle experts, shapes, and the pool that grows; and what every bank shares."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from zoo.moe import (
+    Context,
     ExpertBank,
     ExpertPool,
-    FeedForwardExperts,
     FieldExperts,
     LinearScorer,
     MoE,
@@ -55,49 +54,19 @@ def pool(slots: int = 4, base: int = 2, seed: int = 0) -> ExpertPool:
     return ExpertPool([Smooth(6) for _ in range(slots)], base=base)
 
 
-def test_each_stacked_expert_starts_as_a_linear_layer_of_its_own():
-    torch.manual_seed(0)
-    bank = FeedForwardExperts(8, 256, 4)
-    for weight, fan_in in ((bank.up, 8), (bank.down, 256)):
-        bound = 1 / math.sqrt(fan_in)
-        assert weight.shape[-1] == fan_in
-        largest = weight.abs().amax(dim=(1, 2))
-        assert (largest > 0.93 * bound).all()
-        assert (largest <= bound).all()
-    assert not torch.equal(bank.up[0], bank.up[1])
-
-
-def test_feed_forward_formulas():
-    torch.manual_seed(0)
-    x = torch.randn(5, 4)
-    gelu = FeedForwardExperts(4, 8, 2)
-    assert gelu.up.shape == (2, 8, 4)
-    expected = F.gelu(x @ gelu.up[1].T) @ gelu.down[1].T
-    torch.testing.assert_close(gelu.expert(1, x), expected)
-    swiglu = FeedForwardExperts(4, 8, 2, activation="swiglu")
-    assert swiglu.up.shape == (2, 16, 4)
-    gate, up = swiglu.up[1, :8], swiglu.up[1, 8:]
-    expected = (F.silu(x @ gate.T) * (x @ up.T)) @ swiglu.down[1].T
-    torch.testing.assert_close(swiglu.expert(1, x), expected)
-
-
-@pytest.mark.parametrize("sizes", [(0, 8, 2), (4, 0, 2), (4, 8, 0)])
-def test_sizes_below_one_are_refused(sizes):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        FeedForwardExperts(*sizes)
-
-
 def test_an_empty_bank_is_refused_and_a_bank_must_say_how_it_mixes():
     with pytest.raises(ValueError, match="at least one expert"):
         FieldExperts([])
     with pytest.raises(TypeError, match="ExpertBank does not say how to mix"):
-        ExpertBank().mix(torch.zeros(1, 2), to_first_two(1, 2))
+        ExpertBank(2)(torch.zeros(1, 2), to_first_two(1, 2))
+    with pytest.raises(TypeError, match="ExpertBank does not expose its matrices"):
+        ExpertBank(2).matrices(0)
 
 
 def test_a_field_bank_mixes_per_position():
     bank = smooth_bank()
     x = torch.randn(2, 5, 6)
-    y = bank.mix(x, to_first_two(10, 4))
+    y = bank(x, to_first_two(10, 4))
     torch.testing.assert_close(y, 0.75 * bank.experts[0](x) + 0.25 * bank.experts[1](x))
 
 
@@ -106,7 +75,7 @@ def test_skipping_idle_experts_changes_nothing_but_the_work():
     results = []
     for skip in (True, False):
         bank = smooth_bank(skip_idle=skip)
-        y = bank.mix(x, to_first_two(10, 4))
+        y = bank(x, to_first_two(10, 4))
         y.square().sum().backward()
         assert [expert.calls for expert in bank.experts] == ([1, 1, 0, 0] if skip else [1, 1, 1, 1])
         results.append((y.detach(), {name: p.grad for name, p in bank.named_parameters()}))
@@ -118,13 +87,19 @@ def test_skipping_idle_experts_changes_nothing_but_the_work():
 
 def test_idle_experts_get_zero_gradients_and_not_none():
     bank = smooth_bank()
-    bank.mix(torch.randn(2, 5, 6), to_first_two(10, 4)).square().sum().backward()
+    bank(torch.randn(2, 5, 6), to_first_two(10, 4)).square().sum().backward()
     for expert in (0, 1):
         assert bank.experts[expert].map.weight.grad.abs().max() > 0
     for expert in (2, 3):
         for name, parameter in bank.experts[expert].named_parameters():
             assert parameter.grad is not None, name
             assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
+
+
+def test_idle_experts_get_zero_gradients_in_evaluation_too():
+    bank = smooth_bank().eval()
+    bank(torch.randn(2, 5, 6), to_first_two(10, 4)).sum().backward()
+    assert torch.equal(bank.experts[3].map.weight.grad, torch.zeros(6, 6))
 
 
 def test_experts_may_differ_in_kind_and_need_no_parameters():
@@ -134,8 +109,67 @@ def test_experts_may_differ_in_kind_and_need_no_parameters():
 
     bank = FieldExperts([Twice(), Smooth(6), Twice()])
     x = torch.randn(3, 6)
-    y = bank.mix(x, to_first_two(3, 3))
+    y = bank(x, to_first_two(3, 3))
     torch.testing.assert_close(y, 1.5 * x + 0.25 * bank.experts[1](x))
+
+
+class Answers(nn.Module):
+    """A field expert that answers with what it was given."""
+
+    def __init__(self, answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x, context=None):
+        return self.answer
+
+
+def test_field_experts_see_the_context_and_x_with_zeros_at_masked_positions():
+    class Total(nn.Module):
+        def forward(self, x, context=None):
+            return x.sum(-2, keepdim=True).expand_as(x) + context.features
+
+    features = torch.randn(1, 3, 2)
+    routing = replace(to_first_two(3, 2), mask=torch.tensor([True, False, True]))
+    routing = replace(routing, valid=routing.valid & routing.mask[:, None])
+    x = torch.tensor([[[1.0, 2.0], [float("nan"), 7.0], [3.0, 4.0]]])
+    y = FieldExperts([Total(), Total()])(x, routing, Context(features=features))
+    expected = torch.tensor([4.0, 6.0]) + features
+    torch.testing.assert_close(y[:, [0, 2]], expected[:, [0, 2]])
+    assert torch.equal(y[:, 1], torch.zeros(1, 2))
+
+
+def test_an_answer_of_another_shape_is_refused_and_not_broadcast():
+    x = torch.randn(2, 5, 6)
+    for shape in ((2, 5, 1), (5, 6), (2, 5, 3)):
+        bank = FieldExperts([Smooth(6), Answers(torch.zeros(shape))])
+        with pytest.raises(ValueError, match="expert 1 answers with shape") as error:
+            bank(x, to_first_two(10, 2))
+        assert str(shape) in str(error.value)
+        assert "(2, 5, 6)" in str(error.value)
+
+
+def test_answers_may_be_wider_than_x_even_where_nothing_was_chosen():
+    answers = torch.randn(2, 5, 9)
+    for bank in (
+        FieldExperts([Answers(answers), Answers(2 * answers)], dim_out=9),
+        ExpertPool([Answers(answers), Answers(2 * answers)], base=2, dim_out=9),
+    ):
+        routing, x = to_first_two(10, 2), torch.randn(2, 5, 6)
+        torch.testing.assert_close(bank(x, routing), 1.25 * answers)
+        nothing = replace(routing, valid=torch.zeros_like(routing.valid))
+        assert torch.equal(bank(x, nothing), torch.zeros(2, 5, 9))
+    with pytest.raises(ValueError, match="dim_out=0"):
+        FieldExperts([Smooth(6)], dim_out=0)
+
+
+def test_a_field_bank_exposes_the_matrices_of_an_expert_as_views():
+    bank = smooth_bank()
+    assert bank.matrices(2).keys() == {"map.weight"}
+    with torch.no_grad():
+        bank.matrices(2)["map.weight"].fill_(3.0)
+    assert (bank.experts[2].map.weight == 3.0).all()
+    assert not (bank.experts[1].map.weight == 3.0).any()
 
 
 def test_a_pool_starts_with_its_base_and_routes_to_nothing_else():
@@ -220,7 +254,7 @@ def test_the_topology_is_part_of_the_state_dict():
     fresh.load_state_dict(grown.state_dict(), strict=True)
     assert fresh.enabled.tolist() == [True, True, False, True]
     x = torch.randn(2, 5, 6)
-    assert torch.equal(fresh.mix(x, to_first_two(10, 4)), grown.mix(x, to_first_two(10, 4)))
+    assert torch.equal(fresh(x, to_first_two(10, 4)), grown(x, to_first_two(10, 4)))
     without = {name: value for name, value in grown.state_dict().items() if name != "enabled"}
     with pytest.raises(RuntimeError, match="enabled"):
         fresh.load_state_dict(without, strict=True)

@@ -16,15 +16,22 @@ from zoo.moe import (
     ExpertPool,
     FeedForwardExperts,
     FieldExperts,
+    Fixed,
     LinearScorer,
     MoE,
     RecurrentScorer,
     Router,
+    RouterStats,
     SoftmaxGate,
     TopK,
 )
+from zoo.moe.layer import SharedGate
+from zoo.moe.lowrank import LowRankExperts
+from zoo.moe.modules import ExpertList, ZeroExpert
+from zoo.moe.selectors import first_largest
 
-BACKENDS = ("reference", "dense", "sorted")
+BACKENDS = FeedForwardExperts.backends
+ANY_BANK = ("reference", "dense", "sorted")
 
 
 class Table(nn.Module):
@@ -40,7 +47,7 @@ class Table(nn.Module):
 
 
 class Times(nn.Module):
-    """A field expert x → factor · x."""
+    """An expert of either scope, x → factor · x."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -50,33 +57,21 @@ class Times(nn.Module):
         return self.factor * x
 
 
-class LinearExperts(FeedForwardExperts):
-    """Feed-forward experts without the non-linearity."""
-
-    def _activate(self, hidden):
-        return hidden
-
-
 class Mapped(nn.Module):
     """A field expert that is one linear map."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, dim_out: int | None = None) -> None:
         super().__init__()
-        self.map = nn.Linear(dim, dim)
+        self.map = nn.Linear(dim, dim_out or dim)
 
     def forward(self, x, context=None):
         return self.map(x)
 
 
 def scaling(kind: str, factors: Sequence[float]) -> ExpertBank:
-    """Experts x → factor · x on one-wide tokens, as a field bank or as a token bank on a back end."""
-    if kind == "field":
-        return FieldExperts([Times(factor) for factor in factors])
-    bank = LinearExperts(1, 1, len(factors), backend=kind)
-    with torch.no_grad():
-        bank.up.copy_(torch.tensor(factors).reshape(-1, 1, 1))
-        bank.down.fill_(1.0)
-    return bank
+    """Experts x → factor · x on one-wide tokens, as a field bank or as a list on a back end."""
+    experts = [Times(factor) for factor in factors]
+    return FieldExperts(experts) if kind == "field" else ExpertList(experts, 1, backend=kind)
 
 
 def feed_forward(experts: int = 5, k: int = 2, dim: int = 8, backend: str = "auto", seed: int = 0) -> MoE:
@@ -93,7 +88,7 @@ def grads(layer: nn.Module) -> dict[str, Tensor]:
 LOGITS = torch.tensor([1.0, 2.0, 5.0]).log()
 
 
-@pytest.mark.parametrize("bank", [*BACKENDS, "field"])
+@pytest.mark.parametrize("bank", [*ANY_BANK, "field"])
 @pytest.mark.parametrize(
     ("k", "renormalize", "index", "weight", "y", "gradient"),
     [
@@ -119,11 +114,11 @@ def test_top_k_softmax_by_hand(bank, k, renormalize, index, weight, y, gradient)
 
 
 def test_one_expert_with_weight_one_is_refused_because_its_router_would_not_learn():
-    with pytest.raises(ValueError, match=r"top_k=1 .* renormalize=False"):
+    with pytest.raises(ValueError, match=r"top_k=1 .* use renormalize=False"):
         Router(LinearScorer(4, 3), TopK(1), SoftmaxGate(renormalize=True))
     # The function under it: weight 1, output 21, and no gradient for the logits.
     logits = LOGITS.clone().requires_grad_()
-    weight = SoftmaxGate(True)(logits[None], torch.tensor([[2]]), torch.tensor([[True]]))
+    weight = SoftmaxGate(True)(logits[None], logits.softmax(-1)[None], torch.tensor([[2]]), None)
     (21.0 * weight).sum().backward()
     assert weight.item() == 1.0
     assert logits.grad.tolist() == [0.0, 0.0, 0.0]
@@ -166,7 +161,8 @@ def test_mask_of_two_ragged_rows(backend):
 def test_real_tokens_are_bit_equal_to_being_run_without_the_masked_ones(backend):
     # Whole numbers, whose sums are exact in any order: what is left is what the layer does with them.
     torch.manual_seed(0)
-    layer = MoE(Router(LinearScorer(8, 5), TopK(2)), LinearExperts(8, 16, 5, backend=backend))
+    experts = ExpertList([nn.Linear(8, 8) for _ in range(5)], 8, backend=backend)
+    layer = MoE(Router(LinearScorer(8, 5), TopK(2)), experts)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randint(-3, 4, parameter.shape).float())
@@ -175,13 +171,68 @@ def test_real_tokens_are_bit_equal_to_being_run_without_the_masked_ones(backend)
     assert torch.equal(layer(x, mask).y[mask], layer(x[mask]).y)
 
 
-def test_images_go_through_channels_dim():
+@pytest.mark.parametrize(
+    ("channels_dim", "shape"), [(1, (2, 8, 3, 4)), (-3, (2, 8, 3, 4)), (0, (8, 5)), (-2, (3, 8, 2))]
+)
+def test_the_width_may_stand_anywhere(channels_dim, shape):
     layer = feed_forward()
-    image = torch.randn(2, 8, 3, 4)
-    by_image = MoE(layer.router, layer.experts, channels_dim=1)(image)
-    by_token = layer(image.permute(0, 2, 3, 1))
+    image = torch.randn(shape)
+    mask = torch.rand(image.movedim(channels_dim, -1).shape[:-1]) < 0.7
+    by_image = MoE(layer.router, layer.experts, channels_dim=channels_dim)(image, mask)
+    by_token = layer(image.movedim(channels_dim, -1), mask)
     assert by_image.y.shape == image.shape
-    assert torch.equal(by_image.y, by_token.y.permute(0, 3, 1, 2))
+    assert torch.equal(by_image.y, by_token.y.movedim(-1, channels_dim))
+    assert torch.equal(by_image.routing.index, by_token.routing.index)
+
+
+def wider(kind: str) -> ExpertBank:
+    """Four banks of three experts, 8 wide in and 5 wide out."""
+    match kind:
+        case "list":
+            return ExpertList([nn.Linear(8, 5) for _ in range(3)], 5)
+        case "lowrank":
+            bank = LowRankExperts(8, 5, 3, rank=2)
+            nn.init.normal_(bank.u)
+            return bank
+        case "pool":
+            return ExpertPool([Mapped(8, 5) for _ in range(3)], base=2, dim_out=5)
+    return FieldExperts([Mapped(8, 5) for _ in range(3)], dim_out=5)
+
+
+@pytest.mark.parametrize("kind", ["list", "lowrank", "field", "pool"])
+@pytest.mark.parametrize("channels_dim", [1, -1])
+def test_answers_may_have_another_width_than_the_tokens(kind, channels_dim):
+    torch.manual_seed(0)
+    layer = MoE(
+        Router(LinearScorer(8, 3), TopK(2)), wider(kind), shared=nn.Linear(8, 5), channels_dim=channels_dim
+    )
+    tokens = torch.randn(2, 3, 4, 8)
+    out = layer(tokens.movedim(-1, channels_dim))
+    y = out.y.movedim(channels_dim, -1)
+    assert y.shape == (2, 3, 4, 5)
+    rows, expected = tokens.reshape(-1, 8), layer.shared(tokens).reshape(-1, 5)
+    weight = out.routing.dense_weight()
+    for index in range(3):
+        answer = (
+            layer.experts.expert(index, rows)
+            if kind in ("list", "lowrank")
+            else layer.experts.experts[index](rows)
+        )
+        expected = expected + weight[:, index, None] * answer
+    torch.testing.assert_close(y.reshape(-1, 5), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 3, 1), torch.ones(6), torch.ones(3, 2), torch.ones(3)])
+def test_a_mask_of_another_shape_is_refused_with_both_shapes(mask):
+    with pytest.raises(ValueError, match="a mask of shape") as error:
+        feed_forward()(torch.randn(2, 3, 8), mask.bool())
+    assert str(tuple(mask.shape)) in str(error.value)
+    assert "(2, 3)" in str(error.value)
+
+
+def test_a_mask_that_is_not_bool_is_refused():
+    with pytest.raises(ValueError, match=r"dtype torch.bool, not torch.float32"):
+        feed_forward()(torch.randn(2, 3, 8), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
@@ -195,15 +246,17 @@ def test_nothing_of_a_masked_token_leaks(garbage, bank, recurrent):
         if bank == "field"
         else FeedForwardExperts(8, 16, 4, backend=bank)
     )
-    layer = MoE(Router(scorer, TopK(2)), experts)
+    layer = MoE(Router(scorer, TopK(2)), experts, shared=SharedGate(nn.Linear(8, 8), 8))
     mask = torch.tensor([[True, False, True], [False, True, True]])
     clean = torch.randn(2, 3, 8)
     results = []
-    for x in (clean, torch.where(mask[..., None], clean, garbage)):
+    for values in (clean, torch.where(mask[..., None], clean, garbage)):
         layer.zero_grad()
+        x = values.clone().requires_grad_()
         out = layer(x, mask)
         out.y.square().sum().backward()
-        results.append((out.y.detach(), grads(layer)))
+        assert torch.equal(x.grad[~mask], torch.zeros(2, 8))
+        results.append((out.y.detach(), {"x": x.grad, **grads(layer)}))
     (y, gradient), (y_garbage, gradient_garbage) = results
     assert torch.equal(y, y_garbage)
     assert torch.equal(y[~mask], torch.zeros(2, 8))
@@ -251,7 +304,7 @@ def test_a_token_alone_gives_the_row_it_gives_in_a_batch(backend):
         alone = layer(x[row : row + 1])
         assert torch.equal(alone.routing.index[0], whole.routing.index[row])
         torch.testing.assert_close(alone.y[0], whole.y[row], rtol=0, atol=1e-6)
-    assert not layer.router.selector.depends_on_batch
+    assert not layer.router.depends_on_batch
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -292,6 +345,49 @@ def test_shared_expert_is_added_unweighted_to_real_tokens():
     assert torch.equal(y[3], torch.zeros(8))
 
 
+@pytest.mark.parametrize("backend", ANY_BANK)
+def test_zero_identity_threefold_and_shared_experts_by_hand(backend):
+    # x = 2; equal weights on identity and 3x give 1 + 3, the shared identity adds 2, or half of it behind its gate.
+    experts = ExpertList([ZeroExpert(1), nn.Identity(), Times(3.0)], 1, backend=backend)
+    router = Router(Table(torch.zeros(3)), Fixed([1, 2]))
+    x = torch.tensor([[2.0]])
+    shares = {None: 4.0, nn.Identity(): 6.0, SharedGate(nn.Identity(), 1): 5.0}
+    for shared, expected in shares.items():
+        assert MoE(router, experts, shared=shared)(x).y.tolist() == [[expected]]
+    out = MoE(Router(Table(torch.tensor([9.0, 9.0, 0.0])), Fixed([0, 1])), experts)(x)
+    assert out.y.tolist() == [[1.0]]
+    assert RouterStats.of(out.routing).counts.tolist() == [1, 1, 0]
+
+
+def test_the_shared_gate_is_a_learned_sigmoid_of_the_token():
+    gate = SharedGate(nn.Identity(), 2)
+    x = torch.tensor([[1.0, 2.0]])
+    gate(x).sum().backward()
+    # d/dw of sigmoid(w · x) · (1 + 2) at w = 0 is x · 3 / 4.
+    torch.testing.assert_close(gate.weight.grad, torch.tensor([0.75, 1.5]))
+    with torch.no_grad():
+        gate.weight.copy_(torch.tensor([torch.tensor(3.0).log(), 0.0]))
+    torch.testing.assert_close(gate(x), torch.tensor([[0.75, 1.5]]))
+    with pytest.raises(ValueError, match="dim=0"):
+        SharedGate(nn.Identity(), 0)
+
+
+def test_the_shared_gate_stays_in_fp32_under_autocast():
+    torch.manual_seed(0)
+    gate = SharedGate(nn.Identity(), 64)
+    nn.init.normal_(gate.weight)
+    x = torch.randn(50, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = gate(x)
+    assert torch.equal(mixed, gate(x))
+
+
+def test_a_shared_expert_of_another_width_is_refused_and_not_broadcast():
+    layer = feed_forward()
+    with pytest.raises(ValueError, match=r"the shared expert answers \(4, 1\), the bank \(4, 8\)"):
+        MoE(layer.router, layer.experts, shared=nn.Linear(8, 1))(torch.randn(4, 8))
+
+
 def test_every_expert_under_the_dense_selector():
     torch.manual_seed(0)
     layer = MoE(Router(LinearScorer(8, 3), Dense()), FeedForwardExperts(8, 16, 3))
@@ -324,7 +420,7 @@ def test_the_router_stays_in_fp32_under_autocast():
     assert mixed.probs.dtype == mixed.logits.dtype == torch.float32
     assert torch.equal(mixed.index.sort().values, plain.index.sort().values)
     # The control: a bf16 product under the same selection takes other experts for some tokens.
-    assert not torch.equal(TopK(8)(coarse.float())[0].sort().values, plain.index.sort().values)
+    assert not torch.equal(first_largest(coarse.float(), 8).sort().values, plain.index.sort().values)
 
 
 @pytest.mark.parametrize("bank", [*BACKENDS, "field"])
@@ -349,7 +445,7 @@ def test_a_whole_layer_in_another_precision(dtype):
     expected = layer(x).y
     out = layer.to(dtype)(x.to(dtype))
     assert out.y.dtype == dtype
-    assert out.routing.probs.dtype == torch.float32
+    assert out.routing.probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(out.y.float(), expected, rtol=5e-2, atol=2e-2)
 
 

@@ -1,0 +1,22 @@
+"""Buffers that keep their precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+
+class Fp32Buffers(nn.Module):
+    """A module whose own floating-point buffers stay in fp32 under every change of precision."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in self.named_buffers(recurse=False):
+            if buffer.is_floating_point() and buffer.dtype != torch.float32:
+                # The values from before the cast, which has rounded them; without memory there are none.
+                setattr(self, name, buffer.float() if buffer.is_meta else before[name].to(buffer.device))
+        return self
