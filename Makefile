@@ -82,6 +82,7 @@ nightly: setup ## the slow tests
 	@$(PYTEST) -m "slow and not gpu and not network"
 
 benchmark: setup ## every script in benchmarks/, results into runs/benchmarks/
+	@$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -e '.[bench]'
 	@mkdir -p runs/benchmarks
 	@set -e; for script in benchmarks/*.py; do \
 	  $(BIN)/python "$$script" --json "runs/benchmarks/$$(basename "$$script" .py).json"; \

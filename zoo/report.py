@@ -157,7 +157,7 @@ def _table(results: Results) -> tuple[list[str], list[list[_Cell]]]:
     metrics = list(dict.fromkeys(metric for row in rows for metric in row.metrics))
     places = {metric: decimals([row.metrics.get(metric) for row in rows]) for metric in metrics}
     varying = [name for name, values in _settings(rows).items() if len(set(values)) > 1]
-    header = ["name", *varying, *metrics, "n", "seeds", "params", "active", "seconds"]
+    header = ["name", *varying, *metrics, "n", "seeds", "params", "active", "flops", "seconds"]
     lines = []
     for index, row in enumerate(rows):
         lines.append(
@@ -172,6 +172,7 @@ def _table(results: Results) -> tuple[list[str], list[list[_Cell]]]:
                 _Cell(" ".join(map(str, row.seeds)) or "–"),
                 _Cell(_count(row.parameters_total)),
                 _Cell(_count(row.parameters_active)),
+                _Cell(_count(row.flops)),
                 _Cell("–" if row.seconds is None else f"{row.seconds:.1f}"),
             ]
         )
@@ -220,14 +221,14 @@ def _value(row: Row, metric: str, places: int) -> str:
     return f"{value:.{places}f} ± {spread:.{max(places, decimals([spread]) - 2)}f}"
 
 
-def _count(parameters: int | None) -> str:
-    """Show a parameter count in three digits."""
-    if parameters is None:
+def _count(number: int | None) -> str:
+    """Show a count of parameters or operations in three digits."""
+    if number is None:
         return "–"
-    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if parameters >= size:
-            return f"{parameters / size:.3g}{unit}"
-    return str(parameters)
+    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
 
 
 def _words(facts: dict[str, str]) -> str:

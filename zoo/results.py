@@ -39,6 +39,7 @@ class Row:
         spread: Sample standard deviation over the seeds, by metric.
         parameters_total: All parameters of the network.
         parameters_active: Parameters that work for one token.
+        flops: Floating-point operations of one sample's forward pass, of the experts that ran.
         seconds: Time of the training, or of the fit of a yardstick.
         notes: What a reader must know.
 
@@ -60,6 +61,7 @@ class Row:
     spread: dict[str, float] = field(default_factory=dict)
     parameters_total: int | None = None
     parameters_active: int | None = None
+    flops: int | None = None
     seconds: float | None = None
     notes: str = ""
 
@@ -142,7 +144,9 @@ def combine(rows: Sequence[Row]) -> Row:
     columns = {name: [row.metrics[name] for row in rows] for name in first.metrics}
     known = {name: _complete(values) for name, values in columns.items()}
     notes = [row.notes for row in rows]
-    total, active = (_mean_count(rows, key, notes) for key in ("parameters_total", "parameters_active"))
+    total, active, flops = (
+        _mean_count(rows, key, notes) for key in ("parameters_total", "parameters_active", "flops")
+    )
     return replace(
         first,
         metrics={name: statistics.fmean(values) if values else None for name, values in known.items()},
@@ -150,6 +154,7 @@ def combine(rows: Sequence[Row]) -> Row:
         seeds=[seed for row in rows for seed in row.seeds],
         parameters_total=total,
         parameters_active=active,
+        flops=flops,
         seconds=_mean(_complete([row.seconds for row in rows])),
         notes=_join(notes),
     )

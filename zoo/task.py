@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.errors import UserError
-from zoo.moe import MoE, MoEOutput, RouterStats, SelectionBias, balance_loss, z_loss
-from zoo.moe.soft import SoftMoE
+from zoo.moe import MoE, MoEOutput, RouterStats, SelectionBias, SoftMoE, balance_loss, cost, z_loss
 from zoo.results import Row
 
 Schedule = Literal["constant", "decay", "cosine"]
@@ -101,6 +100,7 @@ class ZooTask(pl.LightningModule):
         self.net = None
         self.spec: Any = None
         self.tested = 0
+        self.flops: int | None = None
         self.test_metrics: dict[str, float] = {}
         self._gathered: list[dict[str, Tensor]] = []
         self._routing: dict[str, RouterStats] = {}
@@ -366,8 +366,17 @@ class ZooTask(pl.LightningModule):
         self._start_evaluation()
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Collect a batch's statistics."""
+        """Collect a batch's statistics, and count the first batch's operations."""
+        if batch_idx == 0:
+            self.flops = self._count_flops(batch)
         self._evaluation_step(batch)
+
+    def _count_flops(self, batch: Any) -> int:
+        """Operations of one sample's forward pass, the mean over a batch."""
+        recorded, self._routing = self._routing, {}
+        flops = cost(_Evaluation(self.net, self.evaluate), batch).flops
+        self._routing = recorded
+        return round(flops / len(batch.index))
 
     def on_test_epoch_end(self) -> None:
         """Score the whole split at once and keep the numbers for :meth:`row`."""
@@ -391,12 +400,25 @@ class ZooTask(pl.LightningModule):
             units=self.units,
             parameters_total=total,
             parameters_active=active,
+            flops=self.flops,
         )
 
     def count_parameters(self) -> tuple[int, int]:
         """Parameters in all, and those that one sample uses."""
         total = sum(parameter.numel() for parameter in self.parameters())
         return total, total
+
+
+class _Evaluation(nn.Module):
+    """A network and what runs it, for the counter of operations."""
+
+    def __init__(self, net: nn.Module | None, evaluate: Callable[[Any], dict[str, Tensor]]) -> None:
+        super().__init__()
+        self.net = net
+        self.evaluate = evaluate
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        return self.evaluate(batch)
 
 
 def global_seed() -> int:

@@ -23,7 +23,7 @@ from zoo.report import Results, Row, combine, read_results, render, to_csv, to_m
 TOP_KEYS = ["domain", "command", "data", "versions", "hardware", "rows"]
 ROW_KEYS = [
     *("name", "kind", "data", "split", "protocol", "setting", "n", "n_unit", "metrics", "units"),
-    *("seeds", "spread", "parameters_total", "parameters_active", "seconds", "notes"),
+    *("seeds", "spread", "parameters_total", "parameters_active", "flops", "seconds", "notes"),
 ]
 
 
@@ -58,7 +58,13 @@ def make_results(*rows: Row, command: str = "python -m zoo.train domain=forecast
 
 def full_table() -> Results:
     return make_results(
-        make_row(metrics={"mse": 0.389, "mae": 0.401}, seeds=[0], parameters_total=1_234_567, seconds=61.24),
+        make_row(
+            metrics={"mse": 0.389, "mae": 0.401},
+            seeds=[0],
+            parameters_total=1_234_567,
+            flops=4_560_000,
+            seconds=61.24,
+        ),
         make_row("dynamic_tmoe_dense", "twin", metrics={"mse": 0.392, "mae": 0.4}, seeds=[0]),
         make_row("ridge", "baseline", metrics={"mse": 0.383, "mae": 0.395}),
         make_row("naive", "baseline", metrics={"mse": 1.294, "mae": 0.713}),
@@ -167,6 +173,7 @@ class TestFile:
                 "spread": {"mse": 0.01},
                 "parameters_total": 10,
                 "parameters_active": 4,
+                "flops": None,
                 "seconds": 1.5,
                 "notes": "n",
             }
@@ -355,8 +362,8 @@ class TestTables:
             for line in lines
             if "│" in line
         }
-        assert cells["dynamic_tmoe"] == ["0.389", "0.401", "2785", "0", "1.23M", "–", "61.2"]
-        assert cells["ridge"] == ["0.383 *", "0.395 *", "2785", "–", "–", "–", "–"]
+        assert cells["dynamic_tmoe"] == ["0.389", "0.401", "2785", "0", "1.23M", "–", "4.56M", "61.2"]
+        assert cells["ridge"] == ["0.383 *", "0.395 *", "2785", "–", "–", "–", "–", "–"]
         assert lines[-2:] == [
             "* best of its column",
             "ridge wins on mse: 0.383 against 0.389 of dynamic_tmoe.",
@@ -376,9 +383,9 @@ class TestTables:
         results = full_table()
         results.rows[2] = replace(results.rows[2], notes="fit on the training split")
         lines = to_markdown(results).splitlines()
-        assert "| name | mse | mae | n | seeds | params | active | seconds |" in lines
-        assert "| dynamic_tmoe | 0.389 | 0.401 | 2785 | 0 | 1.23M | – | 61.2 |" in lines
-        assert "| ridge | **0.383** | **0.395** | 2785 | – | – | – | – |" in lines
+        assert "| name | mse | mae | n | seeds | params | active | flops | seconds |" in lines
+        assert "| dynamic_tmoe | 0.389 | 0.401 | 2785 | 0 | 1.23M | – | 4.56M | 61.2 |" in lines
+        assert "| ridge | **0.383** | **0.395** | 2785 | – | – | – | – | – |" in lines
         assert "- ridge wins on mse: 0.383 against 0.389 of dynamic_tmoe." in lines
         assert "- ridge: fit on the training split" in lines
         assert f"Data: ETTh1, ETTh1.csv, sha256 `{'ab' * 32}`  " in lines

@@ -122,6 +122,21 @@ def test_every_window_counts_once_for_any_batch_size(tmp_path: Path, batch_size:
     assert in_units["mse"] == pytest.approx(658.3, rel=1e-5)
 
 
+@pytest.mark.parametrize("batch_size", [4, 64])
+def test_a_row_counts_the_operations_of_one_sample(tmp_path: Path, waves: Path, batch_size: int) -> None:
+    task = ForecastingTask(network="dlinear")
+    trainer(tmp_path).test(task, datamodule=data_of(waves, batch_size=batch_size), verbose=False)
+    # Two maps from 24 rows to 6 for each of two columns, a multiply-add counted as two.
+    assert task.row().flops == 2 * 2 * 24 * 6 * 2
+
+
+def test_counting_operations_records_no_routing(tmp_path: Path, waves: Path) -> None:
+    task = ForecastingTask(**SMALL)
+    trainer(tmp_path).test(task, datamodule=data_of(waves), verbose=False)
+    # Every window has two columns of four patches, the last of which reaches beyond the window.
+    assert task.routing_summary()["layer0"]["tokens"] == task.tested * 2 * 4
+
+
 def test_trained_network_scores_the_same_for_any_batch_size(tmp_path: Path, waves: Path) -> None:
     task = ForecastingTask(**SMALL)
     trainer(tmp_path).fit(task, datamodule=data_of(waves))
