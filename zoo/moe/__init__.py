@@ -6,14 +6,15 @@ Plain PyTorch: nothing here knows Lightning, a domain, or the rest of the zoo.
 """
 
 from zoo.moe.bias import SelectionBias
-from zoo.moe.collect import Slot, collect, push
-from zoo.moe.cost import Cost, cost
+from zoo.moe.collector import Slot, collect, push
+from zoo.moe.expert_list import ExpertList, ZeroExpert
 from zoo.moe.experts import ExpertBank, TokenExperts
 from zoo.moe.feedforward import FeedForwardExperts
 from zoo.moe.field import ExpertPool, FieldExperts
+from zoo.moe.flops import Cost, cost
 from zoo.moe.gates import SigmoidGate, SoftmaxGate, UnweightedGate
 from zoo.moe.groups import PerGroup, PerSample, PerSequence, PerWindow
-from zoo.moe.layer import MoE, SharedGate
+from zoo.moe.layer import GatedShared, MoE
 from zoo.moe.losses import (
     PriceBalance,
     balance_loss,
@@ -24,7 +25,6 @@ from zoo.moe.losses import (
     z_loss,
 )
 from zoo.moe.lowrank import LowRankExperts
-from zoo.moe.modules import ExpertList, ZeroExpert
 from zoo.moe.router import Router
 from zoo.moe.routing import Choices, Context, MoEOutput, Routing
 from zoo.moe.scorers import (
@@ -59,6 +59,7 @@ __all__ = [
     "FeedForwardExperts",
     "FieldExperts",
     "Fixed",
+    "GatedShared",
     "GaussianNoise",
     "IdentityScorer",
     "Jitter",
@@ -78,7 +79,6 @@ __all__ = [
     "Routing",
     "Selection",
     "SelectionBias",
-    "SharedGate",
     "SigmoidGate",
     "Slot",
     "SoftMoE",

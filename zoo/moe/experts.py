@@ -2,7 +2,7 @@
 
 * **token** banks map rows (n, D) → (n, F), each row by itself, and run through :mod:`zoo.moe.dispatch`:
   :class:`~zoo.moe.feedforward.FeedForwardExperts`, :class:`~zoo.moe.lowrank.LowRankExperts`,
-  :class:`~zoo.moe.modules.ExpertList`.
+  :class:`~zoo.moe.expert_list.ExpertList`.
 * **field** banks receive the whole x, because their experts look across positions (pooling, spectra, convolution,
   other channels): :class:`~zoo.moe.field.FieldExperts` and its growing form :class:`~zoo.moe.field.ExpertPool`.
 
@@ -48,7 +48,7 @@ class ExpertBank(nn.Module):
 
 
 class TokenExperts(ExpertBank):
-    """A bank whose experts map every row by itself; a subclass says what one, each and every expert does.
+    """A bank whose experts map every row by itself; a subclass writes ``expert`` and ``each``.
 
     Args:
         num_experts: E.

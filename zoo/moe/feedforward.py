@@ -16,8 +16,8 @@ from zoo.moe.experts import TokenExperts
 from zoo.moe.layout import restack, unstack
 
 SMALL = 1 << 21
-"""Multiply-adds of experts that no token chose, up to which running them beats sorting."""
-WEIGHT_ROWS = 16
+"""Multiply-adds of tokens with experts that they did not choose, up to which running them beats sorting."""
+READING_ROWS = 16
 """An expert's weights take as long to read as this many rows to multiply."""
 
 
@@ -151,7 +151,7 @@ class FeedForwardExperts(TokenExperts):
 
     def prefers_dense(self, tokens: int, choices: int) -> bool:
         """Whether the surplus products, T (E - K) D H of them, take less time than sorting: a measured rule."""
-        return (tokens + WEIGHT_ROWS) * (self.num_experts - choices) * self._size <= SMALL
+        return (tokens + READING_ROWS) * (self.num_experts - choices) * self._size <= SMALL
 
     def matrices(self, expert: int) -> dict[str, Tensor]:
         """Views of one expert's up (H, D) and down (D, H), and gate (H, D) for SwiGLU."""

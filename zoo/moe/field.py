@@ -18,9 +18,9 @@ from zoo.moe.routing import Context, Routing
 class FieldExperts(ExpertBank):
     """Any modules that look at the whole of x, mixed per position by the router's weights.
 
-    Each expert is called as ``expert(x, context)`` on all of x (..., D), with zeros at masked positions, and returns
-    (..., F). Experts that no valid position chose are skipped (``skip_idle``), which changes nothing but the time
-    taken.
+    Each expert is called as ``expert(x, context)`` on all of x (..., D), width last and zeros at masked positions, and
+    returns (..., F). Experts that no valid position chose are skipped (``skip_idle``): the answer is the same, but they
+    draw no random numbers and update no batch statistics.
 
     Args:
         experts: the modules.

@@ -14,7 +14,7 @@ from zoo.moe.routing import Context, MoEOutput
 
 
 class MoE(nn.Module):
-    """y = Σ_e weight_e(x) · expert_e(x) (+ shared(x)).
+    """y = Σ_e weight_e(x) · expert_e(x) (+ shared(x)); a residual connection is the network's business.
 
     Holds no state between calls: a layer that is called twice gives two independent outputs.
 
@@ -22,7 +22,7 @@ class MoE(nn.Module):
         router: decides.
         experts: a bank of as many experts as the router scores; its answers may be wider or narrower than x.
         shared: module on tokens (..., D) → (..., F) that every token visits, added unweighted; in a
-            :class:`SharedGate`, weighted by the token itself.
+            :class:`GatedShared`, weighted by the token itself.
         channels_dim: where the width stands in x and y, e.g. 1 for images (B, D, H, W).
 
     Raises:
@@ -64,6 +64,8 @@ class MoE(nn.Module):
         """
         tokens = x.movedim(self.channels_dim, -1)
         check_mask(mask, tokens)
+        if mask is not None and context is not None:
+            context = context.blanked(mask)
         routing = self.router(tokens, mask, context, self.experts.enabled)
         y = self.experts(tokens, routing.per_token(), context)
         if self.shared is not None:
@@ -96,7 +98,7 @@ def check_mask(mask: Tensor | None, tokens: Tensor) -> None:
         )
 
 
-class SharedGate(nn.Module):
+class GatedShared(nn.Module):
     """sigmoid(w · x) · module(x): a shared expert that each token weighs for itself; the gate is in fp32.
 
     w starts at zero and the gate at 1/2.

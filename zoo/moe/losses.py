@@ -40,19 +40,21 @@ def mean_probs(routing: Routing) -> Tensor:
 def balance_loss(
     routing: Routing, convention: Literal["switch", "hf"] = "switch", counts: Tensor | None = None
 ) -> Tensor:
-    """E · Σ_e f_e p̄_e with f the share of choices; 1 when uniform.
+    """E · Σ_e f_e p̄_e with f the share of choices, before any is dropped for want of capacity.
+
+    1 when uniform, K by the convention "hf".
 
     Args:
         routing: one layer's decisions; f is a count and carries no gradient.
         convention: "switch" divides the counts by K (Fedus et al. 2021, eq. 4), "hf" does not.
-        counts: (E,) valid choices per expert to take f from, instead of the routing's own: summed over micro-batches
+        counts: (E,) choices per expert to take f from, instead of the routing's own: summed over micro-batches
             or ranks they balance the whole step and leave each part free to specialise (arXiv 2501.11873).
 
     Raises:
         ValueError: the counts are of another number of experts.
     """
     mean = mean_probs(routing)
-    counts = routing.counts() if counts is None else _per_expert("counts", counts, routing)
+    counts = routing.counts(dropped=True) if counts is None else _per_expert("counts", counts, routing)
     counts = counts.to(mean)
     share = counts / counts.sum().clamp_min(1)
     loss = _on(routing).sum() * (share * mean).sum()

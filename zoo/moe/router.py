@@ -1,4 +1,4 @@
-"""The router: scorer ► transform ► selectors ► gate, outside autocast and never in half precision.
+"""The router: scorer ► transform ► selectors ► gate, outside autocast and, from the logits on, in fp32 or fp64.
 
 Shapes: T tokens, R decisions (one per token, or per group of tokens), E experts, K choices, D width of a token.
 """
@@ -39,7 +39,7 @@ class Router(nn.Module):
         groups: one decision per group of tokens instead of one per token.
 
     Raises:
-        ValueError: a selector asks for experts that there are not, or for one with a renormalised weight: every weight
+        ValueError: a selector asks for experts that there are not, or k = 1 meets renormalised weights: every weight
             would be the constant 1 and the router would never learn.
     """
 
@@ -79,7 +79,10 @@ class Router(nn.Module):
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether a token's routing depends on other tokens of its batch, in the present mode."""
+        """Whether tokens compete for experts, so that a choice depends on the whole batch, in the present mode.
+
+        What the scorer and the groups look at, such as the rest of a sequence, is not meant.
+        """
         return any(bool(selector.depends_on_batch) for selector in self.selectors)
 
     def forward(
@@ -122,7 +125,7 @@ class Router(nn.Module):
             grouped = self.groups(x, mask, context)
             x, mask, members = grouped.x, grouped.mask, grouped.members
         if mask is not None:
-            context = None if context is None else _blanked(context, mask)
+            context = None if context is None else context.blanked(mask)
             mask = mask.flatten()
         logits = self._logits(x, context, enabled)
         scores = self.gate.scores(logits)
@@ -166,16 +169,6 @@ class Router(nn.Module):
         if mask is not None:
             valid = mask[:, None].expand_as(logits) if valid is None else valid & mask[:, None]
         return Selection(scores=by.detach(), probs=probs.detach(), valid=valid)
-
-
-def _blanked(context: Context, mask: Tensor) -> Context:
-    """The context with zeros for what is masked (...), where it has one row for each."""
-    features, ids = context.features, context.ids
-    if features is not None and features.shape[:-1] == mask.shape:
-        features = torch.where(mask[..., None], features, 0.0)
-    if ids is not None and ids.shape == mask.shape:
-        ids = torch.where(mask, ids, 0)
-    return replace(context, features=features, ids=ids)
 
 
 def _replayed(choices: Choices, offer: Selection) -> Selection:

@@ -47,6 +47,15 @@ class Context:
     group: Tensor | None = None
     choices: Choices | None = None
 
+    def blanked(self, mask: Tensor) -> Context:
+        """The same with zeros for what is masked (...), where features or ids have one row for each."""
+        features, ids = self.features, self.ids
+        if features is not None and features.shape[:-1] == mask.shape:
+            features = torch.where(mask[..., None], features, 0.0)
+        if ids is not None and ids.shape == mask.shape:
+            ids = torch.where(mask, ids, 0)
+        return replace(self, features=features, ids=ids)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
@@ -92,10 +101,11 @@ class Routing:
         """E, the number of experts that the router scores."""
         return self.probs.shape[-1]
 
-    def counts(self) -> Tensor:
-        """Valid choices per expert, (E,) int64; carries no gradient."""
+    def counts(self, dropped: bool = False) -> Tensor:
+        """Valid choices per expert, (E,) int64, with those dropped for want of capacity on request; no gradient."""
+        counted = self.valid if not dropped or self.dropped is None else self.valid | self.dropped
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self.index.device)
-        return counts.scatter_add_(0, self.index.flatten(), self.valid.flatten().long())
+        return counts.scatter_add_(0, self.index.flatten(), counted.flatten().long())
 
     def choices(self) -> Choices:
         """What :attr:`Context.choices` takes to replay this routing."""

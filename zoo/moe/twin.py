@@ -54,7 +54,7 @@ class DenseFeedForward(nn.Module):
 
 
 class DenseMixture(nn.Module):
-    """The experts of a bank under one learned constant mixing vector: all run, nothing is routed.
+    """The experts of a bank under one learned constant mixing vector: all run, switched on or off; nothing is routed.
 
     y = Σ_e softmax(a)_e · expert_e(x)
 
@@ -74,7 +74,7 @@ class DenseMixture(nn.Module):
             rows = x.reshape(-1, x.shape[-1])
             y = self.experts.blend(rows, weight.expand(rows.shape[0], -1))
             return y.reshape(*x.shape[:-1], self.experts.dim_out)
-        y = torch.zeros_like(x)
+        y: Tensor | float = 0.0
         for index, expert in enumerate(self.experts):
             y = y + weight[index] * expert(x, context)
-        return y
+        return torch.as_tensor(y)

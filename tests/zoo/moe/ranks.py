@@ -27,8 +27,8 @@ from zoo.moe import (
     TopK,
     balance_loss,
 )
+from zoo.moe.expert_list import ExpertList
 from zoo.moe.lowrank import LowRankExperts
-from zoo.moe.modules import ExpertList
 from zoo.moe.twin import DenseFeedForward
 
 WORLD, TOKENS, D, H, STEPS, RATE = 2, 10, 8, 12, 3, 0.1

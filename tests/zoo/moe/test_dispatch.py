@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zoo.moe import FeedForwardExperts, Routing
-from zoo.moe.modules import ExpertList
+from zoo.moe.expert_list import ExpertList
 
 BACKENDS = FeedForwardExperts.backends
 GENERAL = tuple(backend for backend in BACKENDS if backend != "grouped")

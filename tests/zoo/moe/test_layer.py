@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from zoo.moe import (
+    Context,
     Dense,
     ExpertBank,
     ExpertPool,
@@ -25,9 +26,9 @@ from zoo.moe import (
     SoftmaxGate,
     TopK,
 )
-from zoo.moe.layer import SharedGate
+from zoo.moe.expert_list import ExpertList, ZeroExpert
+from zoo.moe.layer import GatedShared
 from zoo.moe.lowrank import LowRankExperts
-from zoo.moe.modules import ExpertList, ZeroExpert
 from zoo.moe.selectors import first_largest
 
 BACKENDS = FeedForwardExperts.backends
@@ -235,6 +236,18 @@ def test_a_mask_that_is_not_bool_is_refused():
         feed_forward()(torch.randn(2, 3, 8), torch.ones(2, 3))
 
 
+def test_field_experts_see_nothing_of_what_the_context_holds_at_masked_positions():
+    class Around(nn.Module):
+        def forward(self, x, context=None):
+            return x + context.features.sum(-2, keepdim=True) + context.ids.sum()
+
+    layer = MoE(Router(LinearScorer(2, 2), TopK(2)), FieldExperts([Around(), Around()]))
+    x, mask = torch.randn(1, 3, 2), torch.tensor([[True, False, True]])
+    features = torch.tensor([[[1.0, 2.0], [float("nan"), 5.0], [3.0, 4.0]]])
+    y = layer(x, mask, Context(features=features, ids=torch.tensor([[1, 999, 2]]))).y
+    torch.testing.assert_close(y[:, [0, 2]], x[:, [0, 2]] + torch.tensor([4.0, 6.0]) + 3)
+
+
 @pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("bank", [*BACKENDS, "field"])
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -246,7 +259,7 @@ def test_nothing_of_a_masked_token_leaks(garbage, bank, recurrent):
         if bank == "field"
         else FeedForwardExperts(8, 16, 4, backend=bank)
     )
-    layer = MoE(Router(scorer, TopK(2)), experts, shared=SharedGate(nn.Linear(8, 8), 8))
+    layer = MoE(Router(scorer, TopK(2)), experts, shared=GatedShared(nn.Linear(8, 8), 8))
     mask = torch.tensor([[True, False, True], [False, True, True]])
     clean = torch.randn(2, 3, 8)
     results = []
@@ -351,7 +364,7 @@ def test_zero_identity_threefold_and_shared_experts_by_hand(backend):
     experts = ExpertList([ZeroExpert(1), nn.Identity(), Times(3.0)], 1, backend=backend)
     router = Router(Table(torch.zeros(3)), Fixed([1, 2]))
     x = torch.tensor([[2.0]])
-    shares = {None: 4.0, nn.Identity(): 6.0, SharedGate(nn.Identity(), 1): 5.0}
+    shares = {None: 4.0, nn.Identity(): 6.0, GatedShared(nn.Identity(), 1): 5.0}
     for shared, expected in shares.items():
         assert MoE(router, experts, shared=shared)(x).y.tolist() == [[expected]]
     out = MoE(Router(Table(torch.tensor([9.0, 9.0, 0.0])), Fixed([0, 1])), experts)(x)
@@ -360,7 +373,7 @@ def test_zero_identity_threefold_and_shared_experts_by_hand(backend):
 
 
 def test_the_shared_gate_is_a_learned_sigmoid_of_the_token():
-    gate = SharedGate(nn.Identity(), 2)
+    gate = GatedShared(nn.Identity(), 2)
     x = torch.tensor([[1.0, 2.0]])
     gate(x).sum().backward()
     # d/dw of sigmoid(w · x) · (1 + 2) at w = 0 is x · 3 / 4.
@@ -369,12 +382,12 @@ def test_the_shared_gate_is_a_learned_sigmoid_of_the_token():
         gate.weight.copy_(torch.tensor([torch.tensor(3.0).log(), 0.0]))
     torch.testing.assert_close(gate(x), torch.tensor([[0.75, 1.5]]))
     with pytest.raises(ValueError, match="dim=0"):
-        SharedGate(nn.Identity(), 0)
+        GatedShared(nn.Identity(), 0)
 
 
 def test_the_shared_gate_stays_in_fp32_under_autocast():
     torch.manual_seed(0)
-    gate = SharedGate(nn.Identity(), 64)
+    gate = GatedShared(nn.Identity(), 64)
     nn.init.normal_(gate.weight)
     x = torch.randn(50, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoo.moe import LinearScorer, PerSample, Router, Routing, SigmoidGate, TopK
+from zoo.moe import Capacity, LinearScorer, PerSample, Router, Routing, SigmoidGate, SoftmaxGate, TopK
 from zoo.moe.losses import (
     PriceBalance,
     balance_loss,
@@ -49,6 +49,18 @@ def test_balance_by_hand():
     assert loss.item() == pytest.approx(1.1, abs=1e-6)
     loss.backward()
     torch.testing.assert_close(probs.grad, torch.tensor([0.375, 0.125]).expand(4, 2), rtol=0, atol=1e-6)
+
+
+def test_balance_sees_the_choices_that_a_capacity_dropped():
+    torch.manual_seed(0)
+    router = Router(LinearScorer(4, 2), [TopK(1), Capacity(1.0)], SoftmaxGate(renormalize=False))
+    with torch.no_grad():
+        router.scorer.out.weight.copy_(torch.tensor([[1.0], [0.0]]).expand(2, 4))
+    found = router(torch.ones(4, 4))
+    assert found.counts().tolist() == [2, 0]
+    assert found.counts(dropped=True).tolist() == [4, 0]
+    assert balance_loss(found).item() == pytest.approx(2 * torch.tensor(4.0).sigmoid().item(), abs=1e-6)
+    assert balance_loss(found, "hf").item() == balance_loss(found).item()
 
 
 def test_balance_leaves_masked_tokens_out():

@@ -195,7 +195,7 @@ def test_the_derivatives_are_those_of_finite_differences():
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     for kind in ("plain", "softmax first", "sigmoid", "threshold", "dense"):
         router = build(kind).double()
-        torch.autograd.gradcheck(lambda x, router=router: router(x).dense_weight(), x)
+        assert torch.autograd.gradcheck(lambda x, router=router: router(x).dense_weight(), x)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

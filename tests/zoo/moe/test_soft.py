@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from zoo.moe import FeedForwardExperts, RouterStats, balance_loss
+from zoo.moe.expert_list import ExpertList, ZeroExpert
 from zoo.moe.lowrank import LowRankExperts
-from zoo.moe.modules import ExpertList, ZeroExpert
 from zoo.moe.soft import SoftMoE, mix
 
 LOGITS = torch.tensor([[0.0, 0.0], [0.0, torch.tensor(3.0).log()]]).reshape(1, 2, 2, 1)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zoo.moe import Dense, ExpertPool, FeedForwardExperts, LinearScorer, MoE, Router, TopK
-from zoo.moe.cost import cost
+from zoo.moe import Dense, ExpertPool, FeedForwardExperts, FieldExperts, LinearScorer, MoE, Router, TopK
+from zoo.moe.expert_list import ExpertList, ZeroExpert
+from zoo.moe.flops import cost
 from zoo.moe.lowrank import LowRankExperts
-from zoo.moe.modules import ExpertList, ZeroExpert
 from zoo.moe.twin import DenseFeedForward, DenseMixture
 
 D, H, E, T = 6, 5, 3, 7
@@ -55,6 +55,16 @@ def test_all_field_experts_run_under_one_constant_mixture():
         twin.mixing.copy_(torch.tensor([1.0, 2.0, 5.0]).log())
     weight = torch.tensor([0.125, 0.25, 0.625])
     torch.testing.assert_close(twin(x), torch.einsum("e,ebpd->bpd", weight, outputs), rtol=0, atol=1e-6)
+
+
+def test_field_experts_of_another_width_give_the_twin_theirs():
+    class Wide(nn.Module):
+        def forward(self, x, context=None):
+            return torch.cat([x, x], -1)
+
+    x = torch.randn(2, 3, 4)
+    twin = DenseMixture(FieldExperts([Wide(), Wide()], dim_out=8))
+    torch.testing.assert_close(twin(x), torch.cat([x, x], -1))
 
 
 @pytest.mark.parametrize("kind", BANKS)

@@ -41,9 +41,9 @@ from zoo.moe import (
     balance_loss,
     z_loss,
 )
-from zoo.moe.layer import SharedGate
+from zoo.moe.expert_list import ExpertList, ZeroExpert
+from zoo.moe.layer import GatedShared
 from zoo.moe.lowrank import LowRankExperts
-from zoo.moe.modules import ExpertList, ZeroExpert
 from zoo.moe.soft import SoftMoE
 from zoo.nn import checkpoint
 
@@ -478,7 +478,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from zoo.moe import FeedForwardExperts, LinearScorer, MoE, Router, SelectionBias, SoftmaxGate, TopK
-from zoo.moe.modules import ExpertList
+from zoo.moe.expert_list import ExpertList
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -720,7 +720,7 @@ def different(shared: nn.Module | None = None, weights: Sequence[float] = (-9.0,
 @pytest.mark.parametrize("way", [*ExpertList.backends, "compiled"])
 @pytest.mark.parametrize(
     ("shared", "y"),
-    [(None, 4.0), (nn.Identity(), 6.0), (SharedGate(nn.Identity(), 1), 5.0)],
+    [(None, 4.0), (nn.Identity(), 6.0), (GatedShared(nn.Identity(), 1), 5.0)],
     ids=["none", "plain", "gated"],
 )
 def test_different_experts_and_a_shared_one(way, shared, y):

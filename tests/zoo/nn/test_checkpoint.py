@@ -17,7 +17,7 @@ from zoo.moe import (
     balance_loss,
     z_loss,
 )
-from zoo.moe.modules import ExpertList
+from zoo.moe.expert_list import ExpertList
 from zoo.nn import checkpoint
 
 D, E, T = 8, 4, 12

@@ -106,13 +106,13 @@ class _FeedForward(torch.autograd.Function):
             token, p, scale = plan.token[run.slots], run.unpack(kept[run.choices]), w[run.slots]
             d_y = _rows(grad, token, run)
             d_a = _products(d_y, down[run.experts], run)
-            a, gate = _activate_again(p, ctx.activation)
+            a, silu = _activate_again(p, ctx.activation)
             d_w[run.slots] = torch.linalg.vecdot(d_a, a)[:, None]
             if down_bias is not None:
                 run.split(d_w[run.slots]).baddbmm_(run.split(d_y), down_bias[run.experts, :, None])
             d_y.mul_(scale)
             _outer(d_y, a, run, d_down, d_down_bias)
-            d_p = _through(d_a.mul_(scale), p, gate)
+            d_p = _through(d_a.mul_(scale), p, silu)
             if d_up is not None or d_up_bias is not None:
                 _outer(d_p, _rows(x, token, run), run, d_up, d_up_bias)
             if d_x is not None:
@@ -135,7 +135,8 @@ def _products(
     rows: Tensor, weights: Tensor, run: Run, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Every expert's rows (n, in) times its matrix (in, out), plus its bias (1, out)."""
-    if run.loads:
+    if run.ragged:
+        # Banks with biases have no ragged runs.
         ends = torch.tensor(run.loads, device=rows.device).cumsum(0).int()
         answer = F.grouped_mm(rows, weights, offs=ends)
         return answer if out is None else out.copy_(answer)
@@ -156,7 +157,7 @@ def _outer(left: Tensor, right: Tensor, run: Run, weight: Tensor | None, bias: T
         bias[run.experts] = bias[run.experts] + sums if run.further else sums
     if weight is None:
         return
-    if run.loads:
+    if run.ragged:
         parts = zip(
             weight[run.experts].unbind(),
             torch.split(left, list(run.loads)),

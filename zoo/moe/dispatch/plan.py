@@ -41,7 +41,7 @@ class Run:
         first: the first expert.
         last: one past the last expert.
         start: the first slot.
-        rows: slots per expert; 0 in a ragged run.
+        rows: slots per expert; 0 in a ragged run, which has no padding.
         choices: the run's choices among all, sorted by expert.
         further: whether this is not the first run of its expert.
         filled: (n,) int64 slots of these choices, counted from ``start``; None without padding.
@@ -62,7 +62,12 @@ class Run:
     @property
     def stop(self) -> int:
         """One past the last slot."""
-        return self.start + (sum(self.loads) if self.loads else self.rows * (self.last - self.first))
+        return self.start + (sum(self.loads) if self.ragged else self.rows * (self.last - self.first))
+
+    @property
+    def ragged(self) -> bool:
+        """Whether its experts have different numbers of slots."""
+        return self.rows == 0
 
     @property
     def full(self) -> bool:
@@ -90,7 +95,7 @@ class Run:
         return rows.new_zeros(self.stop - self.start, rows.shape[1]).index_copy_(0, self.filled, rows)
 
     def split(self, rows: Tensor) -> Tensor:
-        """Rows (n, ·) of a padded run as (experts, rows, ·)."""
+        """Slots (slots, ·) of a run that is not ragged as (experts, rows, ·)."""
         return rows.view(self.last - self.first, self.rows, -1)
 
 
@@ -129,6 +134,7 @@ def make_plan(routing: Routing, largest: int, ragged: bool) -> Plan:
         for first, last in _chunks(counts, largest)
         for span in _spans(first, counts[first:last], largest, ragged)
     ]
+    # Where one run ends and the next one starts: what lies between is idle.
     edges = [0, *(edge for span in spans if not span.further for edge in span.experts), routing.num_experts]
     idle = [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if last > first]
     choice, runs, padding = _place(spans, order)

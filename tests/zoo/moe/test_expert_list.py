@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from zoo.moe import LinearScorer, MoE, Router, RouterStats, Routing, TopK
-from zoo.moe.modules import ExpertList, ZeroExpert
+from zoo.moe.expert_list import ExpertList, ZeroExpert
 
 BACKENDS = ExpertList.backends
 

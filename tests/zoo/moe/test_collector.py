@@ -11,7 +11,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from zoo.moe import FeedForwardExperts, LinearScorer, MoE, MoEOutput, Router, RouterStats, TopK, balance_loss
-from zoo.moe.collect import Slot, collect, push
+from zoo.moe.collector import Slot, collect, push
 from zoo.nn import checkpoint
 
 D, E = 16, 4

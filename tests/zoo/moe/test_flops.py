@@ -24,9 +24,9 @@ from zoo.moe import (
     SoftmaxGate,
     TopK,
 )
-from zoo.moe.cost import cost
+from zoo.moe.expert_list import ExpertList, ZeroExpert
+from zoo.moe.flops import cost
 from zoo.moe.lowrank import LowRankExperts
-from zoo.moe.modules import ExpertList, ZeroExpert
 from zoo.moe.soft import SoftMoE
 from zoo.moe.twin import DenseFeedForward, DenseMixture
 
