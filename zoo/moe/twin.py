@@ -72,8 +72,8 @@ class DenseMixture(nn.Module):
         weight = self.mixing.softmax(0)
         if isinstance(self.experts, TokenExperts):
             rows = x.reshape(-1, x.shape[-1])
-            y = self.experts.blend(rows, weight.expand(rows.shape[0], -1))
-            return y.reshape(*x.shape[:-1], self.experts.dim_out)
+            answers = self.experts.blend(rows, weight.expand(rows.shape[0], -1))
+            return answers.reshape(*x.shape[:-1], self.experts.dim_out)
         y: Tensor | float = 0.0
         for index, expert in enumerate(self.experts):
             y = y + weight[index] * expert(x, context)
