@@ -288,7 +288,7 @@ class ZooTask(pl.LightningModule):
             # A layer in evaluation mode is frozen.
             if bias is not None and bias.training:
                 # Counted here and not in the layer, which runs again where activations are recomputed.
-                counts = output.routing.counts()
+                counts = output.routing.counts(dropped=True)
                 self._choices[bias] = self._choices[bias] + counts if bias in self._choices else counts
 
     def _move_biases(self) -> None:

@@ -97,7 +97,7 @@ class TokenExperts(ExpertBank):
         """Σ_k weight_k · expert_k(x) for tokens x (..., D) → (..., F)."""
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         backend = choose(self, rows, routing)
-        if backend != self.ran and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and backend != self.ran:
             self.ran = backend
         y = dispatch(self, rows, routing, backend)
         return y if x.ndim == 2 else y.reshape(*x.shape[:-1], self.dim_out)

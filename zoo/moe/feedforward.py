@@ -17,6 +17,8 @@ from zoo.moe.layout import restack, unstack
 
 SMALL = 1 << 21
 """Multiply-adds of tokens with experts that they did not choose, up to which running them beats sorting."""
+LARGE = 1 << 23
+"""Multiply-adds up to which all experts run on all tokens even where nothing is surplus: more keeps too much memory."""
 READING_ROWS = 16
 """An expert's weights take as long to read as this many rows to multiply."""
 
@@ -151,7 +153,8 @@ class FeedForwardExperts(TokenExperts):
 
     def prefers_dense(self, tokens: int, choices: int) -> bool:
         """Whether the surplus products, T (E - K) D H of them, take less time than sorting: a measured rule."""
-        return (tokens + READING_ROWS) * (self.num_experts - choices) * self._size <= SMALL
+        surplus = (tokens + READING_ROWS) * (self.num_experts - choices) * self._size
+        return surplus <= SMALL and tokens * self.num_experts * self._size <= LARGE
 
     def matrices(self, expert: int) -> dict[str, Tensor]:
         """Views of one expert's up (H, D) and down (D, H), and gate (H, D) for SwiGLU."""

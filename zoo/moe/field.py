@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from zoo.moe.routing import Context, Routing
 class FieldExperts(ExpertBank):
     """Any modules that look at the whole of x, mixed per position by the router's weights.
 
-    Each expert is called as ``expert(x, context)`` on all of x (..., D), width last and zeros at masked positions, and
-    returns (..., F). Experts that no valid position chose are skipped (``skip_idle``): the answer is the same, but they
-    draw no random numbers and update no batch statistics.
+    Each expert is called as ``expert(x, context)`` on all of x (..., D), width last, and returns (..., F). At masked
+    positions x is zero; an expert that averages over positions leaves them out by ``context.mask``. Experts that no
+    valid position chose are skipped (``skip_idle``): the answer is the same, but they draw no random numbers and update
+    no batch statistics.
 
     Args:
         experts: the modules.
@@ -47,7 +49,9 @@ class FieldExperts(ExpertBank):
         weight = routing.dense_weight().reshape(*x.shape[:-1], self.num_experts)
         idle = self._idle(routing)
         if routing.mask is not None:
-            x = torch.where(routing.mask.reshape(*x.shape[:-1], 1), x, 0.0)
+            mask = routing.mask.reshape(x.shape[:-1])
+            x = torch.where(mask[..., None], x, 0.0)
+            context = replace(context or Context(), mask=mask)
         shape = (*x.shape[:-1], self.dim_out or x.shape[-1])
         # The zero depends on the weights, so that the router gets a zero gradient where all experts idle.
         y = x.new_zeros(shape) + 0.0 * weight.sum()
@@ -97,10 +101,17 @@ class ExpertPool(FieldExperts):
         """Switch a slot on with fresh weights drawn from ``seed`` and the slot's number alone.
 
         Raises:
-            ValueError: the slot is on already.
+            ValueError: the slot is on already, or its expert has parameters that no ``reset_parameters`` draws.
         """
         if bool(self.enabled[slot]):
             raise ValueError(f"slot {slot} is switched on already")
+        for name, module in self.experts[slot].named_modules():
+            if next(module.parameters(recurse=False), None) is not None and not hasattr(
+                module, "reset_parameters"
+            ):
+                raise ValueError(
+                    f"slot {slot}: {type(module).__name__} {name or 'itself'} has parameters but no reset_parameters()"
+                )
         digest = hashlib.sha256(f"{seed}/{slot}".encode()).digest()
         # manual_seed seeds every device, so every device's state has to be put back.
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

@@ -62,7 +62,7 @@ def cost(network: nn.Module, *inputs: Any, **kwargs: Any) -> Cost:
     with _prepared(network), FlopCounterMode(display=False, custom_mapping=dict(_FORMULAS)) as counter:
         meter = _Meter(counter)
         with meter.attached(network):
-            network(*inputs, **kwargs)
+            network(*map(_detached, inputs), **{name: _detached(value) for name, value in kwargs.items()})
     other = meter.executed() - meter.router - meter.experts
     return Cost(
         parameters_total=sum(parameter.numel() for parameter in network.parameters()),
@@ -71,6 +71,11 @@ def cost(network: nn.Module, *inputs: Any, **kwargs: Any) -> Cost:
         flops_total=meter.executed() + meter.spared,
         flops_by_part={"router": meter.router, "experts": meter.experts, "other": other},
     )
+
+
+def _detached(value: Any) -> Any:
+    # The counter hooks tensors that require gradients, of which there are none here.
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 class _Meter:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.moe.experts import ExpertBank
+from zoo.moe.precision import raised
 from zoo.moe.router import Router
 from zoo.moe.routing import Context, MoEOutput
 
@@ -120,6 +121,6 @@ class GatedShared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (..., D) → (..., F)."""
         with torch.autocast(x.device.type, enabled=False):
-            gate = torch.sigmoid(x.float() @ self.weight.float())
+            gate = torch.sigmoid(raised(x) @ raised(self.weight))
         answer: Tensor = self.module(x)
         return gate[..., None].to(answer.dtype) * answer

@@ -1,4 +1,4 @@
-"""Buffers that keep their precision."""
+"""Precision: raising it, reading autocast's, and buffers that keep theirs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+
+
+def raised(x: Tensor) -> Tensor:
+    """Raise half precision to fp32; fp32 and fp64 stay, without a copy."""
+    return x.float() if x.itemsize < 4 else x
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The precision that autocast computes in on the device of x; None where it is off."""
+    device = x.device.type
+    # Autocast knows no meta device.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 class Fp32Buffers(nn.Module):

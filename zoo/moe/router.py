@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from zoo.moe.bias import SelectionBias
 from zoo.moe.gates import SigmoidGate, SoftmaxGate, UnweightedGate
 from zoo.moe.groups import Grouping
+from zoo.moe.precision import autocast_dtype, raised
 from zoo.moe.routing import Choices, Context, Members, Routing
-from zoo.moe.scorers import raised
-from zoo.moe.selectors import Fixed, Selection
+from zoo.moe.selectors import Fixed, Selection, TopK
 
 Gate = SoftmaxGate | SigmoidGate | UnweightedGate
 
@@ -74,6 +74,8 @@ class Router(nn.Module):
                 raise ValueError(f"top_k={k} must lie in 1..num_experts={self.num_experts}")
             if k == 1 and self.num_experts > 1 and self.gate.renormalize:
                 raise ValueError("top_k=1 with renormalised weights trains no router: use renormalize=False")
+        if self.bias is not None and not any(isinstance(selector, TopK) for selector in self.selectors):
+            raise ValueError("a selection bias moves the choice of TopK, and none of the selectors is one")
         if self.bias is not None and self.bias.bias.shape != (self.num_experts,):
             raise ValueError(f"the bias is of {len(self.bias.bias)} experts, not of {self.num_experts}")
 
@@ -111,7 +113,7 @@ class Router(nn.Module):
             mask = mask.reshape(x.shape[:-1])
             x = torch.where(mask[..., None], x, 0.0)
         # To enter a context costs as much as an operator: only where there is something to leave.
-        if not torch.is_autocast_enabled(x.device.type):
+        if autocast_dtype(x) is None:
             return self._route(x, mask, context, enabled)
         with torch.autocast(x.device.type, enabled=False):
             return self._route(x, mask, context, enabled)
@@ -175,9 +177,10 @@ def _replayed(choices: Choices, offer: Selection) -> Selection:
     """The offer narrowed to recorded choices; what is masked or off now does not count."""
     index, valid = choices.index, choices.valid
     rows, experts = offer.scores.shape
-    if index.ndim != 2 or index.shape != valid.shape or index.shape[0] != rows or valid.dtype != torch.bool:
+    whole = not index.is_floating_point() and valid.dtype == torch.bool
+    if not whole or index.ndim != 2 or index.shape != valid.shape or index.shape[0] != rows:
         raise ValueError(
-            f"choices of index {tuple(index.shape)} and valid {tuple(valid.shape)} {valid.dtype} "
+            f"choices of index {tuple(index.shape)} and valid {tuple(valid.shape)}, {index.dtype} and {valid.dtype}, "
             f"do not fit {rows} decisions"
         )
     if not torch.compiler.is_compiling() and index.numel():

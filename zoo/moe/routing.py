@@ -39,6 +39,7 @@ class Context:
         phase: (B, P) integer position of each step in its cycle.
         group: (...) integer group of each token, for one decision per group.
         choices: experts to take instead of the router's own choice; the weights are computed anew.
+        mask: (...) bool, True for real tokens; field experts find it here.
     """
 
     features: Tensor | None = None
@@ -46,6 +47,7 @@ class Context:
     phase: Tensor | None = None
     group: Tensor | None = None
     choices: Choices | None = None
+    mask: Tensor | None = None
 
     def blanked(self, mask: Tensor) -> Context:
         """The same with zeros for what is masked (...), where features or ids have one row for each."""

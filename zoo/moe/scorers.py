@@ -17,12 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zoo.moe.precision import raised
 from zoo.moe.routing import Context
-
-
-def raised(x: Tensor) -> Tensor:
-    """Raise half precision to fp32; fp32 and fp64 stay, without a copy."""
-    return x.float() if x.itemsize < 4 else x
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:

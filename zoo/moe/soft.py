@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from zoo.moe.experts import TokenExperts
 from zoo.moe.layer import check_mask
+from zoo.moe.precision import raised
 from zoo.moe.routing import Context, MoEOutput, Routing
 
 
@@ -73,7 +74,7 @@ class SoftMoE(nn.Module):
 
     Attributes:
         slots: (E, S, D), φ.
-        scale: (), a.
+        scale: (1,), a.
 
     Raises:
         ValueError: a size below 1.
@@ -89,7 +90,7 @@ class SoftMoE(nn.Module):
             raise ValueError(f"dim={dim} and slots={slots} must be at least 1")
         self.experts = bank
         self.slots = nn.Parameter(torch.empty(bank.num_experts, slots, dim))
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -124,9 +125,9 @@ class SoftMoE(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            directions = F.normalize(x.float(), dim=-1, eps=1e-6)
-            slots = F.normalize(self.slots.float(), dim=-1, eps=1e-6)
-            return self.scale.float() * torch.einsum("bpd,esd->bpes", directions, slots)
+            directions = F.normalize(raised(x), dim=-1, eps=1e-6)
+            slots = F.normalize(raised(self.slots), dim=-1, eps=1e-6)
+            return raised(self.scale) * torch.einsum("bpd,esd->bpes", directions, slots)
 
     def extra_repr(self) -> str:
         """Shows the number of slots in the module's print-out."""

@@ -37,8 +37,12 @@ def choose(bank: TokenExperts, x: Tensor, routing: Routing) -> Backend:
     """
     if bank.backend != "auto":
         return bank.backend
+    tokens, choices = routing.index.shape
+    if choices == routing.num_experts and not routing.complete:
+        # Every expert is listed, but few may count: as if none did.
+        choices = 0
     # Sizes that depend on the routing cannot be compiled or exported.
-    if torch.compiler.is_compiling() or bank.prefers_dense(*routing.index.shape):
+    if torch.compiler.is_compiling() or bank.prefers_dense(tokens, choices):
         return "dense"
     if "fused" not in bank.backends:
         return "sorted"

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from zoo.moe.activation import Activation, activate
 from zoo.moe.dispatch.grouped import obstacle
 from zoo.moe.dispatch.plan import Plan, Run, make_plan
+from zoo.moe.precision import autocast_dtype
 from zoo.moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -37,12 +38,13 @@ def by_one_node(bank: FeedForwardExperts, x: Tensor, routing: Routing) -> Tensor
     Not differentiable twice: for second derivatives take the back end "sorted".
     """
     inputs = (x, routing.weight, bank.up, bank.down, bank.up_bias, bank.down_bias)
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype, lowered = x.dtype, autocast_dtype(x)
+    if lowered is not None:
+        dtype = lowered
         inputs = tuple(None if value is None else value.to(dtype) for value in inputs)  # type: ignore[assignment]
     largest = LARGEST * torch.get_num_threads() // (bank.up.shape[1] * dtype.itemsize)
-    plan = make_plan(routing, largest, ragged=obstacle(bank, x) is None)
+    # Sums over pieces of an expert would be rounded at every piece in half precision.
+    plan = make_plan(routing, largest, ragged=obstacle(bank, x) is None, cut=dtype.itemsize >= 4)
     # The node cannot see this itself: inside it, gradients are always off.
     keep = torch.is_grad_enabled() and any(value.requires_grad for value in inputs if value is not None)
     with torch.autocast(x.device.type, enabled=False):
@@ -84,7 +86,7 @@ class _FeedForward(torch.autograd.Function):
             if place is not None and not run.full:
                 place.copy_(run.pack(p))
             answer = _products(activate(p, activation), down[run.experts].mT, run, _part(down_bias, run))
-            y.index_add_(0, token, answer.mul_(w[run.slots]))
+            y.index_add_(0, token, _blank(answer.mul_(w[run.slots]), run))
         if keep:
             ctx.save_for_backward(x, w, up, down, up_bias, down_bias, kept)
             ctx.plan, ctx.activation, ctx.shape = plan, activation, weight.shape
@@ -116,14 +118,18 @@ class _FeedForward(torch.autograd.Function):
             if d_up is not None or d_up_bias is not None:
                 _outer(d_p, _rows(x, token, run), run, d_up, d_up_bias)
             if d_x is not None:
-                d_x.index_add_(0, token, _products(d_p, up[run.experts], run))
+                d_x.index_add_(0, token, _blank(_products(d_p, up[run.experts], run), run))
         d_weight = d_w.new_zeros(ctx.shape).flatten().index_add_(0, plan.choice, d_w.squeeze(1))
         return d_x, d_weight.view(ctx.shape), d_up, d_down, d_up_bias, d_down_bias, None, None, None
 
 
 def _rows(x: Tensor, token: Tensor, run: Run) -> Tensor:
     """The rows of a run, zeros in its padding."""
-    rows = x.index_select(0, token)
+    return _blank(x.index_select(0, token), run)
+
+
+def _blank(rows: Tensor, run: Run) -> Tensor:
+    """Zeros in the padding, whatever stood there: an expert of NaN reaches no token that did not choose it."""
     return rows if run.padding is None else rows.index_fill_(0, run.padding, 0.0)
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from zoo.moe.activation import activate
 from zoo.moe.dispatch.generic import sort_choices
+from zoo.moe.precision import autocast_dtype
 from zoo.moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -65,5 +66,4 @@ def by_groups(bank: FeedForwardExperts, x: Tensor, routing: Routing) -> Tensor:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return autocast_dtype(x) or x.dtype

@@ -120,19 +120,20 @@ class Plan:
     padding: Tensor | None = None
 
 
-def make_plan(routing: Routing, largest: int, ragged: bool) -> Plan:
+def make_plan(routing: Routing, largest: int, ragged: bool, cut: bool = True) -> Plan:
     """Plan the execution of a routing with one row per token.
 
     Args:
         routing: the decisions.
         largest: most slots of a run of several experts, to keep its working set in the cache.
         ragged: whether ragged runs can be executed.
+        cut: whether an expert may be cut into several runs.
     """
     order, counts = sort_choices(routing)
     spans = [
         span
         for first, last in _chunks(counts, largest)
-        for span in _spans(first, counts[first:last], largest, ragged)
+        for span in _spans(first, counts[first:last], largest if cut else sum(counts), ragged)
     ]
     # Where one run ends and the next one starts: what lies between is idle.
     edges = [0, *(edge for span in spans if not span.further for edge in span.experts), routing.num_experts]
