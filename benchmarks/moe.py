@@ -10,8 +10,8 @@ Needs the extra ``bench``. Regimes (tokens, width, hidden width, experts, choice
 products, R2 small products, R3 reading the weights, R4 one choice of narrow experts, R5 many experts and choices.
 
 A row holds ``ours_over_ideal``, the ratio of every peer to the ideal, ``ours_over_best_peer`` (1 means as fast as the
-fastest of them) and ``saved_floats``, what our forward keeps for its backward in units of T·K·hidden. ``tiny`` is a
-whole layer, router included, on 64 tokens of width 32.
+fastest of them) and ``saved_floats``, what our forward keeps for its backward in units of T·K·hidden. ``summary``
+holds the worst of every regime; ``tiny`` is a whole layer, router included, on 64 tokens of width 32.
 """
 
 from __future__ import annotations
@@ -273,6 +273,27 @@ def row(seconds: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
+def summary(measured: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The worst of every regime: over the best peer, skew over balanced, and numbers kept."""
+    table: dict[str, dict[str, float]] = {}
+    settings = ("regime", "pass", "dtype", "activation")
+    balanced = {
+        tuple(one[key] for key in settings): one["ours_over_ideal"]
+        for one in measured
+        if one["load"] == "balanced"
+    }
+    for one in measured:
+        worst = table.setdefault(
+            one["regime"], {"over_best_peer": 0.0, "skew_over_balanced": 0.0, "saved_floats": 0.0}
+        )
+        worst["over_best_peer"] = max(worst["over_best_peer"], one["ours_over_best_peer"])
+        worst["saved_floats"] = max(worst["saved_floats"], one["saved_floats"])
+        if one["load"] == "skew":
+            skew = one["ours_over_ideal"] / balanced[tuple(one[key] for key in settings)]
+            worst["skew_over_balanced"] = max(worst["skew_over_balanced"], round(skew, 3))
+    return table
+
+
 def tiny(hidden: int, activation: Any, rounds: int) -> dict[str, Any]:
     """A whole layer on 64 tokens over one dense call of the same active FLOPs, and where its time goes."""
     tokens, dim, experts, choices = 64, 32, 8, 2
@@ -348,6 +369,8 @@ def main() -> None:
         for activation in ("swiglu", "gelu"):
             result["tiny"].append(tiny(hidden, activation, given.rounds))
             print(json.dumps(result["tiny"][-1]), flush=True)
+    result["summary"] = summary(result["rows"])
+    print(json.dumps(result["summary"]))
     write_text(given.json, json.dumps(result, indent=1) + "\n")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from zoo.moe import (
+    Capacity,
     FeedForwardExperts,
     LinearScorer,
     MoE,
@@ -143,6 +144,14 @@ def test_a_step_moves_the_bias_by_its_choices(tmp_path: Path, updates: list[list
     trainer(tmp_path).fit(task, batches(tokens(4, 0), tokens(3, 1)))
     assert updates == [[4, 0], [3, 1]]
     assert biases(task) == [pytest.approx([-2 * RATE, 2 * RATE])]
+
+
+def test_choices_dropped_for_want_of_capacity_move_the_bias_too(tmp_path, updates):
+    crowded = layer()
+    crowded.router.selectors.append(Capacity(1.0))
+    # Four of five want the first expert, which takes three.
+    trainer(tmp_path).fit(Task(Network([crowded])), batches(tokens(4, 1)))
+    assert updates == [[4, 1]]
 
 
 def test_accumulated_micro_batches_move_the_bias_once_by_their_sum(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.moe import FeedForwardExperts, Routing
+from zoo.moe import ExpertChoice, FeedForwardExperts, LinearScorer, MoE, Router, Routing, SoftmaxGate
 from zoo.moe.expert_list import ExpertList
 
 BACKENDS = FeedForwardExperts.backends
@@ -257,8 +257,51 @@ def test_a_feed_forward_bank_prefers_dense_for_little_surplus_work():
     bank = feed_forward("auto")
     assert bank.prefers_dense(1, 1)
     assert not bank.prefers_dense(10**6, 4)
-    # Where every token visits every expert there is nothing to sort.
-    assert bank.prefers_dense(10**6, 5)
+    # Where every token visits every expert there is nothing to sort, but much to keep.
+    assert bank.prefers_dense(2**23 // (5 * 8 * 16), 5)
+    assert not bank.prefers_dense(2**23 // (5 * 8 * 16) + 1, 5)
+
+
+def test_experts_that_are_listed_but_not_chosen_do_not_count_as_visited():
+    """Expert choice lists every expert for every token, and most do not count."""
+    layer = MoE(
+        Router(LinearScorer(8, 8), ExpertChoice(1.0), SoftmaxGate(False)), FeedForwardExperts(8, 64, 8)
+    )
+    layer(torch.randn(600, 8))
+    assert layer.experts.ran == "fused"
+    layer(torch.randn(20, 8))
+    assert layer.experts.ran == "dense"
+
+
+def test_a_large_expert_is_not_summed_in_half_precision(monkeypatch):
+    """In pieces of 16 rows the sums over 4096 rows would be rounded 256 times."""
+    monkeypatch.setattr("zoo.moe.dispatch.fused.LARGEST", 64)
+    monkeypatch.setattr("zoo.moe.dispatch.plan.CUT_ROWS", 16)
+    torch.manual_seed(0)
+    bank = FeedForwardExperts(8, 16, 1, backend="fused").bfloat16()
+    exact = FeedForwardExperts(8, 16, 1, backend="reference").double()
+    exact.load_state_dict({name: value.double() for name, value in bank.state_dict().items()})
+    x, upstream = torch.randn(4096, 8).bfloat16(), torch.rand(4096, 8).bfloat16()
+    index = torch.zeros(4096, 1, dtype=torch.int64)
+    bank(x, made(index, 1, torch.ones(4096, 1).bfloat16())).backward(upstream)
+    exact(x.double(), made(index, 1, torch.ones(4096, 1).double())).backward(upstream.double())
+    for mine, wanted in zip(bank.parameters(), exact.parameters(), strict=True):
+        error = (mine.grad.double() - wanted.grad).abs().max() / wanted.grad.abs().max()
+        assert float(error) < 0.01
+
+
+def test_an_expert_of_nan_reaches_only_the_tokens_that_chose_it():
+    """Experts 0 and 1 share a padded run: expert 1's padding stands for no token."""
+    bank = FeedForwardExperts(8, 16, 2, backend="fused")
+    with torch.no_grad():
+        bank.down[1].fill_(float("nan"))
+        bank.up[1].fill_(float("nan"))
+    x = torch.randn(5, 8, requires_grad=True)
+    y = bank(x, made(torch.tensor([[0], [0], [0], [1], [1]]), 2, torch.ones(5, 1)))
+    y.sum().backward()
+    assert y[:3].isfinite().all()
+    assert x.grad[:3].isfinite().all()
+    assert y[3:].isnan().all()
 
 
 def test_a_back_end_that_a_bank_does_not_have_is_refused():

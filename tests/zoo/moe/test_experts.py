@@ -139,6 +139,30 @@ def test_field_experts_see_the_context_and_x_with_zeros_at_masked_positions():
     assert torch.equal(y[:, 1], torch.zeros(1, 2))
 
 
+def test_field_experts_find_the_mask_in_the_context():
+    class Mean(nn.Module):
+        def forward(self, x, context=None):
+            real = context.mask[..., None]
+            return ((x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True)).expand_as(x)
+
+    x = torch.tensor([[[1.0], [9.0], [3.0]]])
+    routing = replace(to_first_two(3, 2), mask=torch.tensor([True, False, True]))
+    routing = replace(routing, valid=routing.valid & routing.mask[:, None])
+    assert FieldExperts([Mean(), Mean()])(x, routing).flatten().tolist() == [2.0, 0.0, 2.0]
+
+
+def test_a_slot_whose_weights_nothing_draws_is_not_switched_on():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+    bank = ExpertPool([nn.Identity(), Bare()], base=1)
+    with pytest.raises(ValueError, match="slot 1: Bare itself has parameters but no reset_parameters"):
+        bank.enable(1, seed=0)
+    assert not bank.enabled[1]
+
+
 def test_an_answer_of_another_shape_is_refused_and_not_broadcast():
     x = torch.randn(2, 5, 6)
     for shape in ((2, 5, 1), (5, 6), (2, 5, 3)):

@@ -315,3 +315,8 @@ def test_a_bank_of_another_kind_is_refused():
 def test_a_cost_can_be_written_down():
     found = cost(layer(), torch.randn(T, D))
     assert json.loads(json.dumps(dataclasses.asdict(found)))["flops"] == found.flops
+
+
+def test_inputs_that_require_gradients_are_counted_like_others():
+    layer, x = nn.Linear(D, 3), torch.randn(4, D, requires_grad=True)
+    assert cost(layer, x).flops == 2 * 4 * D * 3

@@ -198,6 +198,28 @@ def test_the_derivatives_are_those_of_finite_differences():
         assert torch.autograd.gradcheck(lambda x, router=router: router(x).dense_weight(), x)
 
 
+def test_a_bias_that_no_selector_looks_at_is_refused():
+    for selector in (ExpertChoice(1.0), RelativeThreshold(0.5), Dense()):
+        with pytest.raises(ValueError, match="a selection bias moves the choice of TopK"):
+            Router(LinearScorer(8, 4), selector, SoftmaxGate(False), bias=SelectionBias(4))
+
+
+def test_a_router_runs_without_memory():
+    with torch.device("meta"):
+        router = Router(LinearScorer(8, 4), TopK(2))
+        assert router(torch.randn(3, 8)).weight.shape == (3, 2)
+
+
+def test_an_expert_that_is_off_takes_no_part_in_a_capacity_under_a_bias():
+    """Four tokens, two experts on: two places each; counted with the two that are off it would be one."""
+    router = Router(
+        LinearScorer(8, 4), [TopK(1), Capacity(1.0)], SoftmaxGate(False), bias=SelectionBias(4)
+    ).train()
+    enabled = torch.tensor([True, True, False, False])
+    routing = router(torch.ones(4, 8), enabled=enabled)
+    assert routing.counts().max() == 2
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(experts=st.integers(2, 20), rows=st.integers(1, 60), k=st.integers(1, 4), seed=st.integers(0, 99))
 def test_ties_go_to_the_lowest_index_through_the_whole_router(experts, rows, k, seed):
@@ -295,8 +317,11 @@ def test_a_replay_of_groups_has_one_row_for_each_decision():
     ("change", "words"),
     [
         ({"index": torch.zeros(3, 2, dtype=torch.int64)}, r"index \(3, 2\) and valid \(4, 2\)"),
-        ({"valid": torch.ones(4, 1, dtype=torch.bool)}, r"valid \(4, 1\) torch.bool do not fit 4 decisions"),
-        ({"valid": torch.ones(4, 2)}, "torch.float32 do not fit"),
+        (
+            {"valid": torch.ones(4, 1, dtype=torch.bool)},
+            r"valid \(4, 1\), torch.int64 and torch.bool, do not fit 4 decisions",
+        ),
+        ({"valid": torch.ones(4, 2)}, "torch.float32, do not fit"),
         (
             {"index": torch.zeros(8, dtype=torch.int64), "valid": torch.ones(8, dtype=torch.bool)},
             r"index \(8,\)",
