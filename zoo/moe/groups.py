@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from zoo.moe.precision import raised
 from zoo.moe.routing import Context, Members
-from zoo.moe.scorers import raised
 
 Pool = Literal["mean", "last"]
 
