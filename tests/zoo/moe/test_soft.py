@@ -265,3 +265,7 @@ def test_a_soft_layer_compiles_as_one_graph():
     x, mask = torch.randn(2, 5, 6), torch.rand(2, 5) < 0.6
     compiled = torch.compile(lambda x, mask: layer(x, mask).y, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, mask), layer(x, mask).y, rtol=0, atol=1e-6)
+
+
+def test_no_parameter_is_a_scalar_which_fully_shard_would_refuse():
+    assert all(parameter.ndim for parameter in SoftMoE(FeedForwardExperts(4, 8, 3), 4).parameters())
