@@ -122,11 +122,6 @@ class LowRankExperts(TokenExperts):
     def _apply_one(self, rows: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
         return F.linear(F.linear(rows, v) * (self.scale * s), u)
 
-    def every(self, rows: Tensor) -> Tensor:
-        """Every expert on every row: (n, D) → (E, n, F)."""
-        inner = torch.einsum("nd,erd->enr", rows, self.v) * (self.scale * self.s)[:, None]
-        return torch.einsum("enr,efr->enf", inner, self.u)
-
     def blend(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Every expert on every row (n, D), mixed by weights (n, E) → (n, F), as two products.
 

@@ -285,6 +285,7 @@ class Fixed(nn.Module):
         super().__init__()
         if not experts or min(experts) < 0 or len(set(experts)) != len(experts):
             raise ValueError(f"experts={list(experts)} must be different numbers from 0 on")
+        self.k = len(experts)
         self.register_buffer("experts", torch.tensor(experts), persistent=False)
 
     def forward(self, selection: Selection) -> Selection:

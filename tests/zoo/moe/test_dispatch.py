@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.moe import ExpertChoice, FeedForwardExperts, LinearScorer, MoE, Router, Routing, SoftmaxGate
 from zoo.moe.expert_list import ExpertList
@@ -485,3 +486,32 @@ def test_the_same_call_gives_the_same_bits(backend, dtype):
     bank, routing = feed_forward(backend).to(dtype), drawn(300, 5, 3, 0.1, dtype)
     x, upstream = tokens(300).to(dtype), tokens(300, seed=2).to(dtype)
     assert_same(run(bank, x, routing, upstream), run(bank, x, routing, upstream))
+
+
+def test_uneven_loads_are_multiplied_without_padding_and_even_ones_with(monkeypatch):
+    calls = []
+    grouped_mm = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *given, **more: calls.append(1) or grouped_mm(*given, **more))
+    bank = FeedForwardExperts(8, 16, 4, backend="fused")
+    for loads, products in (([6, 6, 6, 6], 0), ([6, 200, 6, 6], 2)):
+        calls.clear()
+        index = torch.repeat_interleave(torch.tensor(loads))[:, None]
+        with torch.no_grad():
+            bank(tokens(len(index)), made(index, 4, torch.ones(len(index), 1)))
+        assert len(calls) == products
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_activations_are_kept_for_a_backward_pass_alone(gradients):
+    shapes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.new_empty.default:
+                shapes.append(tuple(args[1]))
+            return func(*args, **(kwargs or {}))
+
+    bank, routing = FeedForwardExperts(8, 16, 5, backend="fused"), drawn(30, 5, 2)
+    with torch.set_grad_enabled(gradients), Watch():
+        bank(tokens(30), routing)
+    assert ((60, 16) in shapes) == gradients

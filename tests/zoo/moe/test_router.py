@@ -204,6 +204,12 @@ def test_a_bias_that_no_selector_looks_at_is_refused():
             Router(LinearScorer(8, 4), selector, SoftmaxGate(False), bias=SelectionBias(4))
 
 
+def test_one_fixed_expert_with_weight_one_is_refused_as_one_best_is():
+    with pytest.raises(ValueError, match="renormalised weights trains no router"):
+        Router(LinearScorer(8, 4), Fixed([1]))
+    assert Router(LinearScorer(8, 4), Fixed([1]), SoftmaxGate(False)).num_experts == 4
+
+
 def test_a_router_runs_without_memory():
     with torch.device("meta"):
         router = Router(LinearScorer(8, 4), TopK(2))
